@@ -27,9 +27,8 @@ from composition_cache import install
 
 from runner.base.errors import Problem
 from runner.cli import main
-from runner.config.command import opened
 from runner.config.composition import Composition
-from runner.config.resolve import problems_in
+from runner.config.load import opened, problems_in
 from runner.config.schema import VERBS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -311,7 +310,7 @@ def compose(workdir: Path) -> Callable[..., Composition]:
         call_id = (verb, *words)
         if call_id in _KNOWN:
             return copy.deepcopy(_KNOWN[call_id])
-        with opened(verb, words, VERBS[verb]) as command:
+        with opened(verb, words) as command:
             composition = command.composition
         if not any(word.startswith("--") for word in words):
             _KNOWN[call_id] = copy.deepcopy(composition)

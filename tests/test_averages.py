@@ -16,7 +16,7 @@ from extended import some
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.checkpoint.weights import weights_of, weights_sha256
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.engine.errors import Interrupted
 from runner.run.evaluation import evaluate_both

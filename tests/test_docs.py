@@ -21,9 +21,9 @@ from docs_pages import rendered
 
 from runner.base.errors import Problem
 from runner.cli import main
-from runner.config import app, keys, overrides
+from runner.config import app, keys, load, overrides
 from runner.config.changes import CHANGES
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
 from runner.verbs import _table as table
@@ -153,11 +153,11 @@ def call(*words: str) -> tuple[int, str, str]:
 def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     """Compose a command (the first job of a sweep) as the verb would, and validate it without running it."""
     schema = VERBS[verb]
-    flags = app.parse(table.VERBS[verb].expand_shorthand(words))
-    sources = app.sources_of(flags)
+    flags = overrides.parse_flags(table.VERBS[verb].expand_shorthand(words))
+    sources = load.sources_of(flags)
     known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
-    with app.application(verb, sources, schema) as application:
-        composition, _ = app.compose(application, flags.config_name or verb, known, schema, sources, also=lambda *_: [])
+    with app.application(verb, sources):
+        composition, _ = load.compose(flags.config_name or verb, known, sources, also=lambda *_: [])
     return problems_in(composition.values, composition, schema)[1]
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from rank_pool import RankPool
 from runner.checkpoint import file
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.train import Train
 from runner.optim.groups import parameter_groups
 from runner.optim.muon import Muon

@@ -25,7 +25,7 @@ from extended import some
 
 import runner.verbs.train
 from runner.checkpoint.file import read
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.overrides import canonical
 
 # Of torch's compiler, looking through what it resumes with.

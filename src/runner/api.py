@@ -24,12 +24,12 @@ from runner.base.errors import OK, Problem, UserError, file_error, system_limit
 from runner.base.reading import read_summary
 from runner.config import keys
 from runner.config.app import application
-from runner.config.app import compose as compose_first
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.merge import says
+from runner.config.keys import says
+from runner.config.load import compose as compose_first
+from runner.config.load import problems_in, resolve_config
 from runner.config.overrides import check_overrides
-from runner.config.resolve import problems_in, resolve_config
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
@@ -297,8 +297,8 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
     def also(composition: Composition) -> list[Problem]:
         return problems_in(composition.values, composition, schema)[1]
 
-    with _COMPOSING, application(verb, sources, schema) as app:
-        return compose_first(app, verb, checked, schema, sources, also=also)[0]
+    with _COMPOSING, application(verb, sources):
+        return compose_first(verb, checked, sources, also=also)[0]
 
 
 def _of_checkpoint(

@@ -163,7 +163,7 @@ def test_help_is_shown_without_a_verb_and_for_the_word_help(capsys):
 
 
 def test_every_flag_and_example_of_the_help_is_understood(capsys, workdir):
-    from runner.config.app import parse
+    from runner.config.overrides import parse_flags
 
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
@@ -172,12 +172,12 @@ def test_every_flag_and_example_of_the_help_is_understood(capsys, workdir):
     for verb, words in examples:
         assert verb in VERBS
         if verb in SCHEMAS:
-            parse(words.split())
+            parse_flags(words.split())
     [(those, flags)] = re.findall(r"^flags of (.*): (--.*)$", text, re.MULTILINE)
     assert sorted(re.split(", | and ", those)) == sorted(SCHEMAS)
     for flag in re.findall(r"--[\w-]+", flags):
         value = {"--cfg": ["job"], "--config-dir": ["x"], "--config-name": ["x"]}.get(flag, [])
-        parse([flag, *value])
+        parse_flags([flag, *value])
 
 
 def test_list_shows_every_group_and_option_with_its_description(capsys):

@@ -8,14 +8,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.error import URLError
 
 import pytest
-import torch
 from PIL import Image
 
 from runner.checkpoint import file as checkpoint_file
@@ -40,16 +37,12 @@ def nothing(place: Place) -> None:
     """An empty folder is enough for most mistakes."""
 
 
-def images(place: Place, sizes: tuple[tuple[int, int], ...] = ((8, 8),)) -> None:
+def images(place: Place) -> None:
     for name in ("cat", "dog"):
         folder = place.folder / "images" / name
         folder.mkdir(parents=True)
         for number in range(6):
-            Image.new("RGB", sizes[number % len(sizes)], (number * 20, 10, 200)).save(folder / f"{number}.png")
-
-
-def images_of_two_sizes(place: Place) -> None:
-    images(place, ((8, 8), (9, 8)))
+            Image.new("RGB", (8, 8), (number * 20, 10, 200)).save(folder / f"{number}.png")
 
 
 def truncated_images(place: Place) -> None:
@@ -76,17 +69,6 @@ def a_package_with_a_signature(place: Place) -> None:
     (place.folder / "odd_package.py").write_text("class Odd:\n    def __init__(self, num_classes):\n        pass\n")
     place.patch.syspath_prepend(place.folder)
     place.patch.delitem(sys.modules, "odd_package", raising=False)
-
-
-def offline(place: Place) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise URLError("connection refused")
-
-    place.patch.setattr(urllib.request, "urlopen", refuse)
-
-
-def no_cuda(place: Place) -> None:
-    place.patch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 def a_file_named_outputs(place: Place) -> None:
@@ -127,10 +109,6 @@ def another_architecture(place: Place) -> None:
     checkpoint_file.write(place.folder / "mine.safetensors", contents)
 
 
-def a_foreign_file(place: Place) -> None:
-    torch.save({"state_dict": {}}, place.folder / "mine.safetensors")
-
-
 def another_run(place: Place) -> None:
     shutil.copytree(place.trained, place.folder / "run")
 
@@ -157,16 +135,10 @@ list modle | no group 'modle' | did you mean 'model'? | optimizer,
 show model=mpl | no option 'mpl' | did you mean 'mlp'? | small_cnn
 train sede=1 | sede: is not a key | did you mean 'seed'? | allowed: a key of the schema | from: the override sede=1
 train --cfg job sede=1 | sede: is not a key | did you mean 'seed'?
-train optimiser=adam | optimiser: is not a key | did you mean 'optimizer'?
 train optimizer=adma | optimizer: has no option 'adma' | 'adam'? | allowed: adam, adamw, lbfgs, muon | the override optimizer=adma
 train --multirun model=mlp,cmlp | model: has no option 'cmlp' | 'mlp'?
-train model=null | model: | allowed: a mapping with _target_
-train seed | seed: is not an override | allowed: key=value, group=option
 train seed=${sede} | seed: Interpolation key 'sede' not found | from: the override
-train --experimental-rerun x | a pickle | use ckpt_path= instead
 train --resolve seed=1 | --resolve is for what --cfg shows
-train --config-path x | --config-path | --config-dir
-train --config-dir mine | --config-dir: there is no folder | mine
 list --config-dir=mine | --config-dir: there is no folder | mine
 train --config-name trian | --config-name: there is no config 'trian' | did you mean 'train'? | allowed: audit, bench, check
 train devices=1000000 device=cpu | devices: asks for 1,000,000 processes | at most
@@ -187,20 +159,10 @@ train optimizer.lrr=1 model.widht=x optimizer.betas=[0.9] | 3 problems
 train trust=/etc,mine | trust: '/etc' is not a package name | allowed: a name as after import | from: the override trust=
 train reproducibility=strict performance=max tf32=true cudnn_benchmark=true | 2 problems | cudnn_benchmark: picks
     | tf32: rounds | from: the override tf32=true
-train callbacks=early_stopping evaluate.every_epochs=null | callbacks.early_stopping: waits for evaluations
-    | evaluate.every_epochs=1 | early_stopping.yaml
 train data=own data.dataset._targt_=my_package.Net | data.dataset._target_: is missing, and '_targt_' is not a key
-train model._target_=no_such_package.Net | model._target_: there is no package 'no_such_package'
-    | installed, or on PYTHONPATH
-train model.widht=3 | model.widht: is not an argument of runner.models.small_cnn.SmallCNN | did you mean 'width'? | dropout
-train 'transform.train=[{_target_: torch.nn.Linear, bias: 3}]'
-    | transform.train.0.in_features: is missing: torch.nn.Linear needs it | transform.train.0.bias: cannot be 3
 train model.dropout=2 | model.dropout: | dropout must be at least 0 and below 1, got 2
 train optimizer.lr=-1 | optimizer.lr: | Invalid learning rate: -1
 train optimizer.betas=[2,0.9] | optimizer.betas: | Invalid beta parameter at index 0: 2
-train optimizer.eps=-1 | optimizer.eps: | Invalid epsilon value
-train optimizer.weight_decay=-1 | optimizer.weight_decay: | Invalid weight_decay value
-train optimizer=sgd optimizer.momentum=-1 | optimizer.momentum: | Invalid momentum value
 train optimizer=sgd optimizer.nesterov=true optimizer.momentum=0 | optimizer.nesterov: | Nesterov momentum requires
 train loss.label_smoothing=2 | loss.label_smoothing: | label_smoothing must be
 train scheduler.warmup=-1 | scheduler.warmup: | warmup must not be negative
@@ -258,16 +220,10 @@ train model._target_=odd_package.Odd model.widht=3 | model.dropout: is not an ar
 train data=synthetic data.dataset._target_=odd_package.Odd | data.dataset.noise: is not an argument of odd_package.Odd
     | allowed: ~data.dataset.noise too, as it is an argument of the former data.dataset._target_
 """,
-    no_cuda: """
-train device=cuda | device: 'cuda' is not available | allowed: device=auto or device=cpu
-""",
     a_file_named_outputs: """
 train | output_root: cannot write outputs | a file exists
 train --multirun seed=0,1 | output_root: cannot write outputs | a file exists
 train hydra.run.dir=outputs/here | hydra.run.dir: cannot be outputs/here: outputs is a file | allowed: a folder
-""",
-    offline: """
-plain train data=mnist data.root=nowhere data.download=true logger=none | MNIST | connection refused | nowhere/MNIST/raw
 """,
     an_empty_class: """
 IMAGES | data.root: the class folder | images/emu has no images | remove the folder
@@ -295,18 +251,12 @@ plain train ckpt_path=mine.safetensors | mine.safetensors: its contents do not m
 EVAL ckpt_path=run/checkpoints/best.safetensors | run/checkpoints/best.safetensors
     | the newest valid one beside it: ckpt_path=run/checkpoints/last.safetensors
 """,
-    a_foreign_file: """
-EVAL ckpt_path=mine.safetensors | mine.safetensors: | is not a checkpoint of runner's | other programs | init_from=
-""",
     another_architecture: """
 plain train ckpt_path=mine.safetensors epochs=2 | mine.safetensors: does not fit this run | another shape
 EVAL ckpt_path=mine.safetensors | mine.safetensors: | tensors are not those of this model | another shape
 """,
     a_misspelt_part: """
 plain train --config-dir mine model=part | model/part: Could not load 'model/mpl'
-""",
-    images_of_two_sizes: """
-IMAGES data.image_size=null data.num_workers=0 | different shapes | (3, 8, 8) | (3, 8, 9) | allowed: data.image_size
 """,
 }
 # fmt: on

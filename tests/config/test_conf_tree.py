@@ -13,12 +13,14 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from runner.config import app, keys, overrides
+from runner.config import keys
 from runner.config.composition import Composition
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
-from runner.config.sources import Option, Sources, shipped
+from runner.config.sources import Sources, shipped
+from runner.config.yaml_files import compose as compose_yaml
+from runner.config.yaml_files import walk
 
 SOURCES = Sources()
 OPTIONS = [option for group in SOURCES.groups() for option in SOURCES.options(group)]
@@ -30,23 +32,9 @@ files = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relativ
 
 
 @pytest.fixture
-def compose() -> Callable[..., Composition]:
-    """What words amount to, without the run of Hydra that the fixture for all tests makes of them."""
-
-    def call(*words: str, verb: str = "train") -> Composition:
-        schema = VERBS[verb]
-        checked = overrides.check_overrides([*words], schema, SOURCES, multirun=True)
-        with app.application(verb, SOURCES, schema) as application:
-            return app.compose(application, verb, checked, schema, SOURCES, also=lambda *_: [])[0]
-
-    return call
-
-
-def command(option: Option) -> tuple[str, list[str]]:
-    """The verb and the words of the command at the head of an option."""
-    program, module, name, verb, *words = shlex.split(option.comments[1])
-    assert (program, module, name) == ("python", "-m", "runner")
-    return verb, words
+def compose(compose: Callable[..., Composition]) -> Callable[..., Composition]:
+    """What words amount to; of several values, the first."""
+    return lambda *words, verb="train": compose("--multirun", *words, verb=verb)
 
 
 def test_all_groups_of_the_design_are_there():
@@ -77,8 +65,9 @@ def test_every_option_composes_to_a_config_without_a_mistake(group, compose):
 def test_every_option_begins_with_what_it_is_and_a_command_that_selects_it(group, compose):
     for option in SOURCES.options(group):
         assert re.fullmatch(r"\S.{10,}[.?]", option.description), option.description
-        verb, words = command(option)
-        assert verb == "train"
+        command = shlex.split(option.comments[1])
+        assert command[:4] == ["python", "-m", "runner", "train"]
+        words = command[4:]
         assert f"{group}={option.name}" in words
         if len(words) > 1:  # with one word it is what the test above composes
             composition = compose(*words)
@@ -95,27 +84,14 @@ def test_the_command_at_the_head_of_a_verbs_config_is_understood(name, compose):
     assert problems_in(composition.values, composition, VERBS[verb])[1] == []
 
 
-def leaves(node: yaml.Node) -> list[tuple[str, int]]:
-    """Keys of a YAML document whose values are not blocks of further keys, with their line numbers."""
-    found = []
-    if isinstance(node, yaml.SequenceNode) and not node.flow_style:
-        for item in node.value:
-            found += leaves(item)
-    if isinstance(node, yaml.MappingNode) and not node.flow_style:
-        for key, value in node.value:
-            if key.value == "defaults" and key.start_mark.column == 0:
-                continue
-            is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
-            found += leaves(value) if is_block else [(key.value, key.start_mark.line)]
-    return found
-
-
 @files
 def test_every_key_has_a_comment_on_its_line(path):
-    text = path.read_text()
-    lines = text.splitlines()
-    for key, number in leaves(yaml.compose(text)):
-        assert re.search(r"  # \S.{3,}", lines[number]), f"{key} in line {number + 1}: {lines[number]}"
+    lines = path.read_text().splitlines()
+    for key, at, value in walk(compose_yaml(path)):
+        is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
+        if at is not value and not is_block and not key.startswith("defaults"):
+            line = lines[at.start_mark.line]
+            assert re.search(r"  # \S.{3,}", line), f"{key} in line {at.start_mark.line + 1}: {line}"
 
 
 @files
@@ -200,5 +176,4 @@ def test_the_tree_is_found_in_a_checkout():
 
 
 def test_parts_of_options_cannot_be_listed_but_are_used():
-    assert "_base" not in [option.name for option in SOURCES.options("data")]
-    assert SOURCES.option("data", "_base") is not None
+    assert SOURCES.option("data", "_base") not in [None, *SOURCES.options("data")]

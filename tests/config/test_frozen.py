@@ -10,7 +10,7 @@ import pytest
 
 from runner.config import stored
 from runner.config.frozen import to_plain, with_changes
-from runner.config.resolve import resolve_changes, resolve_config
+from runner.config.load import resolve_changes, resolve_config
 from runner.config.schema import VERBS, Train
 from runner.config.validate import typed
 

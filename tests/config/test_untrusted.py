@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
+import re
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +18,11 @@ from torchvision import models
 
 from runner.base.errors import ConfigError, UserError
 from runner.config import stored
-from runner.config.app import Composition
-from runner.config.merge import merge_with_checkpoint
+from runner.config.composition import Composition
+from runner.config.schema.train import Train
+from runner.config.stored import merge_with_checkpoint, resolve_with_checkpoint
 from runner.config.targets import build
-from runner.config.untrusted import _remedy
+from runner.config.untrusted import _remedy, may_write_cache
 
 Compose = Callable[..., Composition]
 PLACES = (
@@ -139,6 +144,152 @@ def test_without_weights_the_other_arguments_of_a_builder_stay() -> None:
 def test_a_name_that_no_builder_has_is_refused(named: dict[str, str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         build("model", {"_target_": "torchvision.models.get_model", **named}, fetch=False)
+
+
+# Whom a file may make the program trust, and what it may ask for
+
+
+def test_a_file_cannot_say_whom_to_trust_or_where_to_write(compose):
+    values = compose().values | {"trust": ["os"], "output_root": "/", "ckpt_path": "elsewhere.pt"}
+    loaded, changed = merge_with_checkpoint(stored.dump(values), "here", compose("trust=[mine]", "ckpt_path=here.pt"))
+    assert (loaded["trust"], loaded["output_root"], loaded["ckpt_path"]) == (["mine"], "outputs", "here.pt")
+    assert "ckpt_path" not in [key for key, *_ in changed]
+
+
+@pytest.mark.parametrize(
+    "key", ["model", "metrics.x", "callbacks.x", "transform.train.0", "model.deep.inside", "hidden"]
+)
+def test_a_file_may_build_nothing_strange_wherever_it_names_it(key, compose):
+    values = with_node(compose("model=mlp").values, key, {"_target_": "os.system", "command": "touch hacked"})
+    with pytest.raises(ConfigError) as caught:
+        merge_with_checkpoint(stored.dump(values), "theirs.pt", compose())
+    [problem] = caught.value.problems
+    assert (problem.key, problem.origin) == (f"{key}._target_", "theirs.pt")
+    assert "'os.system' comes from a file and its package is not trusted" in problem.message
+    assert [word for word in ("trust=[os]", "conf/local", "RUNNER_TRUST") if word not in problem.allowed] == []
+
+
+def test_what_the_command_line_names_is_the_users_word(compose):
+    values = compose("model=mlp").values
+    values["model"] = {"_target_": "strange_package.Net"}
+    with pytest.raises(ConfigError):
+        merge_with_checkpoint(stored.dump(values), "theirs.pt", compose())
+    loaded, _ = merge_with_checkpoint(stored.dump(values), "theirs.pt", compose("model._target_=strange_package.Net"))
+    assert loaded["model"]["_target_"] == "strange_package.Net"
+    loaded, _ = merge_with_checkpoint(stored.dump(values), "theirs.pt", compose("model=small_cnn"))
+    assert loaded["model"]["_target_"] == "runner.models.small_cnn.SmallCNN"
+
+
+@pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b", "line\nend", "\x1b[2J", "x" * 300, ""])
+def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, compose) -> None:
+    text = stored.dump(original | {"name": name})
+    with pytest.raises(ConfigError, match="name: cannot be"):
+        merge_with_checkpoint(text, "c.pt", compose())
+    if name.isprintable() and 0 < len(name) < 100:
+        values, _ = merge_with_checkpoint(text, "c.pt", compose(f"name={name}"))
+        assert values["name"] == name
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("threads", 10**6), ("devices", 10**6), ("devices", list(range(2000))), ("max_restarts", 10**9),
+        ("data.num_workers", 10**6), ("data.prefetch", 10**6), ("data.split.folds", 10**9), ("data.image_size", 10**6),
+        ("epochs", 10**15), ("model.dropout", 1e9), ("model.hidden", [3, 10**9]), ("task.num_classes", 10**9),
+        ("transform.eval", [{"_target_": "torchvision.transforms.Resize", "size": 10**9}]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: Any, original, compose) -> None:
+    *sections, last = key.split(".")
+    functools.reduce(dict.__getitem__, sections, original)[last] = given
+    text = stored.dump(original)
+    with pytest.raises(ConfigError, match=rf"{key}[\w.]*: cannot be .*, as it comes from a file"):
+        merge_with_checkpoint(text, "c.pt", compose())
+    if "." not in key or key.startswith("data"):
+        assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("data.root", "http://host/photos", "data.root=http://host/photos"),
+        ("data.root", "s3://bucket/a b", "'data.root=\"s3://bucket/a b\"'"),
+        ("data.dataset.root", "simplecache::s3://bucket", "data.dataset.root=simplecache::s3://bucket"),
+        ("data.dataset.train", ["a.tar", "memory://b"], "'data.dataset.train=[a.tar,memory://b]'"),
+        ("model.hidden", [{"a": "ftp://b"}], "'model.hidden=[{a:ftp://b}]'"),
+    ],
+)
+def test_a_file_cannot_choose_an_address(key: str, value: Any, word: str, original, compose) -> None:
+    section, *names, last = key.split(".")
+    functools.reduce(dict.__getitem__, [section, *names], original)[last] = value
+    text = stored.dump(original | {"notes": "see https://host/page", "tags": ["https://host"]})
+    with pytest.raises(ConfigError, match=rf"(?s){key}[\w.]*: is the address .*: {re.escape(word)}"):
+        merge_with_checkpoint(text, "c.pt", compose())
+    merge_with_checkpoint(text, "c.pt", compose(), [{"data": "model", "model": "data"}[section]])
+    values, _ = merge_with_checkpoint(text, "c.pt", compose(f"+{shlex.split(word)[0]}"))
+    assert functools.reduce(dict.__getitem__, [section, *names, last], values) == value
+
+
+def test_a_file_may_weigh_a_term_of_a_loss_with_any_float(original, compose) -> None:
+    original["task"]["style_weight"] = 1e10
+    values, _ = merge_with_checkpoint(stored.dump(original), "c.pt", compose())
+    assert values["task"]["style_weight"] == 1e10
+
+
+def test_loggers_that_may_send_elsewhere_come_from_the_command_line_alone(original, compose, monkeypatch) -> None:
+    monkeypatch.setenv("RUNNER_TRUST", "yaml")
+    original["logger"] = {
+        "csv": {"_target_": "runner.tracking.loggers.Csv"},
+        "mlflow": {"_target_": "runner.tracking.trackers.loggers.MLflow", "tracking_uri": "http://other"},
+        "own": {"_target_": "yaml.YAMLObject", "url": "http://other"},
+    }
+    text = stored.dump(original)
+
+    def loggers(*words: str, **values: Any) -> dict[str, Any]:
+        line = compose(*words)
+        return merge_with_checkpoint(text, "c.pt", dataclasses.replace(line, values=line.values | values))[0]["logger"]
+
+    assert list(loggers()) == ["csv"]
+    assert list(loggers("logger.mlflow.wait_s=1")) == ["csv"], "a part of it does not bring the rest back"
+    assert loggers("logger=mlflow")["mlflow"]["tracking_uri"] is None
+    in_folder = loggers(logger=compose("logger=mlflow").values["logger"])
+    assert (list(in_folder), in_folder["mlflow"]["tracking_uri"]) == (["csv", "mlflow"], None)
+
+
+def test_a_file_cannot_have_data_fetched(original, compose) -> None:
+    original["data"]["download"] = True
+    original["data"]["dataset"] = {"_target_": "runner.data.sources.torchvision_sets.mnist", "download": True}
+    text = stored.dump(original)
+    values, differences = merge_with_checkpoint(text, "c.pt", compose())
+    assert (values["data"]["download"], values["data"]["dataset"]["download"]) == (False, False)
+    assert not any("download" in key for key, _, _ in differences)
+    assert merge_with_checkpoint(text, "c.pt", compose("data.download=true"))[0]["data"]["download"] is True
+
+
+def test_a_cache_is_made_only_in_a_folder_that_the_user_has_named(compose) -> None:
+    def allowed(text: str, line: Composition) -> bool:
+        return may_write_cache(resolve_with_checkpoint(text, "c.pt", line, Train)[0], line.values)
+
+    line = compose()
+    original = line.values
+    assert allowed(stored.dump(original), line)
+    for key in ("root", "cache_dir"):
+        elsewhere = copy.deepcopy(original)
+        elsewhere["data"][key] = "/elsewhere"
+        text = stored.dump(elsewhere)
+        assert not allowed(text, line)
+        assert allowed(text, compose(f"data.{key}=/elsewhere"))
+
+
+def test_data_of_an_own_option_that_says_only_the_data_set_have_the_defaults(original, compose) -> None:
+    line = compose()
+    text, whole = stored.dump(original | {"data": original["data"] | {"download": True}}), line.values["data"]
+    short = dataclasses.replace(line, values=line.values | {"data": {"dataset": whole["dataset"]}})
+    values, _ = merge_with_checkpoint(text, "c.pt", short)
+    assert values["data"]["download"] is False
+    config, _ = resolve_with_checkpoint(stored.dump(line.values), "c.pt", short, Train)
+    assert may_write_cache(config, short.values)
 
 
 # What is advised

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import keys
-from runner.config.changes import changes_refused
 from runner.config.keys import describe
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
+from runner.config.rules import conflicts
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval
 from runner.config.sources import shipped
@@ -42,29 +43,22 @@ def problem(key: str, value: Any) -> Problem:
     return found[0]
 
 
-def test_the_least_config_is_typed_with_every_default():
-    config, found = typed(Train, copy.deepcopy(LEAST))
-    assert found == []
-    assert config is not None
-    assert (config.epochs, config.data.batch_size, config.data.split.val, config.model) == (30, 64, 0.1, NODE)
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("amp", "bf16"), ("amp", True), ("data.num_workers", "auto"), ("data.num_workers", 0), ("epochs", None),
         ("grad_clip.norm", 1), ("data.hflip", 1.0), ("data.normalize.mean", [0.5, 1]), ("trust", ["a", "b"]), ("name", "a/b"),
         ("deterministic", "warn"), ("metrics", {"f1": NODE}), ("callbacks", {"a": NODE, "b": NODE}),
-        ("transform.train", [NODE, NODE]),
+        ("transform.train", [NODE, NODE]), *(("activation_checkpointing", value) for value in (True, "layer?.*", ["a", "b"])),
     ],
 )  # fmt: skip
 def test_what_a_key_may_hold_is_taken_as_it_is(key, value):
     config, found = typed(Train, with_value(key, value))
     assert found == []
-    result: Any = config
-    for part in key.split("."):
-        result = getattr(result, part)
-    assert result == value
+    result = functools.reduce(getattr, key.split("."), config)
+    assert (result, isinstance(result, bool)) == (value, isinstance(value, bool))
+    assert config is not None
+    assert (config.data.batch_size, config.data.split.val, config.model) == (64, 0.1, NODE)
 
 
 def test_a_name_that_yaml_reads_as_a_number_is_text():
@@ -73,6 +67,7 @@ def test_a_name_that_yaml_reads_as_a_number_is_text():
     assert config.name == "12"
 
 
+OTHERS = (0, 1, 2, 0.5, None, {"a": 1})
 WRONG = [
     ("epochs", "many", "cannot be many", "a whole number of at least 1 or null"),
     ("epochs", 0, "cannot be 0", "a whole number of at least 1 or null"),
@@ -96,6 +91,10 @@ WRONG = [
     ("callbacks.mine", 3, "cannot be 3", "a mapping with _target_"),
     ("metrics.f1", "f1", "cannot be f1", "a mapping with _target_"),
     ("ckpt_path", {"a": 1}, "cannot be {a: 1}", "text or null"),
+    *(
+        ("activation_checkpointing", value, "cannot be ", "true, false, text or a list, each item text")
+        for value in OTHERS
+    ),
 ]
 
 
@@ -104,7 +103,8 @@ WRONG = [
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(key, value, message, allowed):
     found = problem(key, value)
-    assert (found.key, found.message, found.allowed) == (key, message, allowed)
+    assert (found.key, found.allowed) == (key, allowed)
+    assert found.message.startswith(message)
 
 
 def test_an_item_of_a_list_of_components_is_named_by_its_number():
@@ -123,18 +123,13 @@ def test_a_misspelt_choice_gets_the_nearest_one():
 def test_an_unknown_key_is_named_with_the_nearest_and_all_of_its_section(key, close):
     found = problem(key, 1)
     assert (found.key, found.message, found.nearest) == (key, "is not a key", close)
-    section = Train
-    for part in key.split(".")[:-1]:
-        section = keys.hints(section)[part]
+    section = functools.reduce(lambda section, part: keys.hints(section)[part], key.split(".")[:-1], Train)
     assert found.allowed == ", ".join(keys.hints(section))
 
 
-@pytest.mark.parametrize("key", ["model", "data.dataset", "optimizer"])
-def test_a_component_that_is_missing_is_named(key):
-    values = copy.deepcopy(LEAST)
-    inner = values["data"] if key == "data.dataset" else values
-    del inner[key.rpartition(".")[2]]
-    _, found = typed(Train, values)
+@pytest.mark.parametrize(("key", "values"), [("data.dataset", LEAST | {"data": {}}), ("model", LEAST | {"model": ...})])
+def test_a_component_that_is_missing_is_named(key, values):
+    _, found = typed(Train, {name: value for name, value in values.items() if value is not ...})
     assert [(p.key, p.message, p.allowed) for p in found] == [(key, "is missing", "a mapping with _target_")]
 
 
@@ -172,16 +167,17 @@ def test_components_are_found_wherever_the_schema_has_them():
 # Where a value came from
 
 
-def test_the_origin_is_the_last_override_that_set_the_key(problems):
-    assert problems("epochs=3", "epochs=0")["epochs"].origin == "the override epochs=0"
-
-
-def test_the_origin_of_a_key_inside_an_override_of_its_section_is_that_override(problems):
-    assert problems("grad_clip={norm: -1}")["grad_clip.norm"].origin == "the override grad_clip={norm: -1}"
-
-
-def test_the_origin_drops_the_plus_signs(problems):
-    assert problems("++epochs=0")["epochs"].origin == "the override epochs=0"
+@pytest.mark.parametrize(
+    ("words", "key", "word"),
+    [
+        (["epochs=3", "epochs=0"], "epochs", "epochs=0"),  # the last one
+        (["grad_clip={norm: -1}"], "grad_clip.norm", "grad_clip={norm: -1}"),
+        (["++epochs=0"], "epochs", "epochs=0"),
+        (["--config-dir", "mine", "experiment=own", "epochs=-3"], "epochs", "epochs=-3"),  # rather than the file
+    ],
+)
+def test_the_origin_of_a_value_of_the_command_line_is_its_override(words, key, word, own, problems):
+    assert problems(*words)[key].origin == f"the override {word}"
 
 
 @pytest.fixture
@@ -214,11 +210,6 @@ def test_the_origin_of_a_value_from_a_file_is_that_line_of_the_file(words, key, 
     assert found[key].origin == str(own / file)
 
 
-def test_an_override_is_the_origin_rather_than_the_file_that_it_overrides(own, problems):
-    found = problems("--config-dir", str(own), "experiment=own", "epochs=-3")
-    assert found["epochs"].origin == "the override epochs=-3"
-
-
 def test_a_value_of_the_base_that_options_share_comes_from_there(compose):
     composition = compose("data=digits")
     file, _, line = composition.origin("data.prefetch").rpartition(":")
@@ -226,29 +217,124 @@ def test_a_value_of_the_base_that_options_share_comes_from_there(compose):
     assert Path(file).read_text().splitlines()[int(line) - 1].startswith("prefetch:")
 
 
-def test_checked_raises_every_problem_with_its_origin(compose):
-    composition = compose("epochs=0", "model.widht=1")
+def test_every_problem_is_raised_with_its_origin(compose):
     with pytest.raises(ConfigError) as caught:
-        resolve_config(composition, Train)
-    assert {p.key: p.origin for p in caught.value.problems} == {
-        "epochs": "the override epochs=0",
-        "model.widht": "the override model.widht=1",
-    }
+        resolve_config(compose("epochs=0", "model.widht=1"), Train)
+    origins = {p.key: p.origin for p in caught.value.problems}
+    assert origins == {"epochs": "the override epochs=0", "model.widht": "the override model.widht=1"}
 
 
-def test_checked_gives_the_typed_config(compose):
-    composition = compose("epochs=7", "optimizer=sgd")
-    config = resolve_config(composition, Train)
-    assert config.epochs == 7
-    assert config.optimizer["_target_"] == "torch.optim.SGD"
+# Rules between keys
 
 
-def test_resuming_refuses_what_would_change_the_meaning_of_the_state():
-    fixed = ["model.width", "data.dataset.samples", "data.split.seed", "task._target_", "optimizer._target_"]
-    free = ["epochs", "optimizer.lr", "data.num_workers", "log.every_steps", "modelling"]
-    inside = ["seed", "accumulate", "data.batch_size", "data.shuffle", "limit.train_batches"]
-    assert [p.key for p in changes_refused([*fixed, *free, *inside], inside_epoch=False)] == fixed
-    assert [p.key for p in changes_refused([*fixed, *free, *inside], inside_epoch=True)] == [*fixed, *inside]
+def config(**values: Any) -> Train:
+    found, problems = typed(Train, copy.deepcopy(LEAST) | values)
+    assert found is not None, [problem.lines() for problem in problems]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"epochs": None}, ["epochs"]),
+        ({"epochs": None, "max_steps": 5}, []),
+        ({"deterministic": True, "cudnn_benchmark": True, "tf32": True}, ["cudnn_benchmark", "tf32"]),
+        ({"deterministic": "warn", "cudnn_benchmark": True, "tf32": True}, []),
+        ({"data": {"dataset": NODE, "split": {"val": 0.5, "test": 0.5}}}, ["data.split"]),
+        ({"data": {"dataset": NODE, "split": {"val": 0.5, "test": 0.49}}}, []),
+        ({"data": {"dataset": NODE, "normalize": {"mean": [0.5]}}}, ["data.normalize"]),
+        ({"data": {"dataset": NODE, "normalize": {"mean": [0.5], "std": [0.0]}}}, ["data.normalize.std"]),
+        ({"data": {"dataset": NODE, "normalize": {"mean": [0.5], "std": [1, 1]}}}, ["data.normalize"]),
+        ({"data": {"dataset": NODE, "placement": "device", "num_workers": 1}}, ["data.num_workers"]),
+        ({"data": {"dataset": NODE, "placement": "device", "num_workers": 0}}, []),
+        ({"data": {"dataset": NODE, "placement": "ram"}, "transform": {"sample_train": [NODE]}}, ["transform"]),
+        ({"evaluate": {"every_epochs": None}, "scheduler": {"_target_": "a.Plateau"}}, ["scheduler"]),
+        ({"evaluate": {"every_epochs": None, "every_steps": 5}, "scheduler": {"_target_": "a.Plateau"}}, []),
+        ({"evaluate": {"every_epochs": None}, "callbacks": {"s": {"_target_": "a.EarlyStopping"}}}, ["callbacks.s"]),
+        *(({"name": name}, ["name"]) for name in ("", "..", "a/../b", "/a", "~a", "a=b", "a,b", "a//b", ".")),
+        *(({"name": name}, []) for name in ("a", "a/b", "a b", "A-1_2.3", "résumé")),
+        ({"compile": True, "compiler": {"mode": "reduce-overhead"}, "accumulate": 2}, ["compiler.mode"]),
+        ({"compile": "step", "compiler": {"mode": "max-autotune"}, "accumulate": 2}, ["compiler.mode"]),
+        ({"compile": True, "compiler": {"mode": "max-autotune-no-cudagraphs"}, "accumulate": 2}, []),
+        ({"compile": True, "compiler": {"mode": "reduce-overhead"}}, []),
+        ({"compile": False, "compiler": {"mode": "reduce-overhead"}, "accumulate": 2}, []),
+        ({"compile": "model", "compiler": {"mode": "max-autotune"}, "deterministic": True}, ["compiler.mode"]),
+        ({"compile": "model", "compiler": {"mode": "max-autotune"}, "deterministic": "warn"}, []),
+        ({"compile": True, "deterministic": True}, []),
+        ({"matmul_precision": "medium", "deterministic": True}, ["matmul_precision"]),
+        ({"matmul_precision": "highest", "deterministic": True}, []),
+        ({"matmul_precision": "highest", "tf32": True}, ["matmul_precision"]),
+        ({"matmul_precision": "high", "tf32": True}, []),
+        ({"optimizer": NODE | {"fused": True, "foreach": True}}, ["optimizer.fused"]),
+        ({"optimizer": NODE | {"fused": True, "foreach": False}}, []),
+        ({"activation_checkpointing": []}, ["activation_checkpointing"]),
+        ({"activation_checkpointing": ""}, ["activation_checkpointing"]),
+    ],
+    ids=str,
+)
+def test_combinations_that_cannot_be_run_are_refused_and_no_others(values: dict[str, Any], refused: list[str]) -> None:
+    found = conflicts(config(**values))
+    assert [problem.key for problem in found] == refused
+    assert all(problem.allowed and problem.message for problem in found)
+
+
+# Words of a command line, the key, and what is said about it; with no key there is no problem.
+WORDS = """
+activation_checkpointing=2 | activation_checkpointing | can no longer be 2
+activation_checkpointing=0.5 | activation_checkpointing | can no longer be 0.5
+ema=0.9 swa=0.5 | swa | only one average is supported
+ema=1.0 | ema | cannot be 1.0
+ema=0 | ema | cannot be 0
+swa=-1 | swa | cannot be -1
+swa=0.5 evaluate.every_epochs=null | swa | at evaluations
+averaging.lr_factor=0.1 | averaging.lr_factor | has no effect without swa
+averaging.recalibrate_batches=3 ema=0.9 | averaging.recalibrate_batches | has no effect without swa
+grad_clip.agc=0 | grad_clip.agc | cannot be 0
+data.batch_size=automatic | data.batch_size | cannot be automatic
+data.batch_size=0 | data.batch_size | cannot be 0
+unfreeze_at=100 | unfreeze_at | has no effect, as freeze names nothing
+freeze=[stem] unfreeze_at=soon | unfreeze_at | is not valid: 'soon' is not a number of optimizer steps
+freeze=[stem@2h] | freeze | is not valid: '2h' is not a number of optimizer steps
+freeze=['@3'] | freeze | is not valid: '@3' is not a pattern
+freeze=['stem@'] | freeze | is not valid: 'stem@' is not a pattern
+init=[normal,kaiming] | init | draws the weights 2 times: normal, kaiming
+model=torchvision model.weights=DEFAULT init=kaiming | init | which would overwrite the weights that model.weights loads
+init_mismatch=skip | init_mismatch | has no effect without init_from
+init=he | init | cannot be he
+data.split.val=test data.split.folds=3 | data.split.val | is test, and data.split.folds=3 divides the data
+data.split.val=test data.split.test=0.1 | data.split.val | is test, and data.split.test=0.1 divides the data
+model.head=deep | model.head | cannot be deep
+model.head=[0] | model.head | cannot be
+optimizer=rmsprop optimizer.fused=true | optimizer.fused | is not an argument of torch.optim.RMSprop
+optimizer.lr_base_batch_size=0 | optimizer.lr_base_batch_size | cannot be 0
+optimizer.lr_base_batch_size=true | optimizer.lr_base_batch_size | cannot be true
+optimizer.lr_base_batch_size=1.5 | optimizer.lr_base_batch_size | cannot be 1.5
++optimizer.lr_base_batch_siz=64 | optimizer.lr_base_batch_siz | is not an argument
+evaluate.every_epochs=0.5 | evaluate.every_epochs | cannot be 0.5
+freeze=all-but-head unfreeze_at=2ep
+freeze=[stem@2ep,stages.?.*,'*.bn[12]'] unfreeze_at=100
+init=[kaiming,zero_gamma,prior_bias]
+model=torchvision model.weights=DEFAULT init=prior_bias
+model.head=[512,256]
+model.head=none
+model.head=[]
++optimizer.fused=null optimizer=rmsprop
+"""
+
+
+@pytest.mark.parametrize("row", WORDS.strip().splitlines())
+def test_what_a_command_line_cannot_ask_for_is_a_problem_of_its_key(row: str, problems: Any) -> None:
+    words, *expected = row.split(" | ")
+    found = problems(*words.split())
+    assert list(found) == expected[:1]
+    for problem in found.values():
+        assert expected[1] in problem.message
+        assert problem.allowed
+
+
+@pytest.mark.parametrize("verb", ["audit", "bench"])
+def test_what_is_compared_has_a_batch_size_of_its_own(verb: str, problems: Any) -> None:
+    assert list(problems("data.batch_size=auto", verb=verb)) == ["data.batch_size"]
 
 
 # Words for what is allowed

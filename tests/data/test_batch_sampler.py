@@ -11,7 +11,7 @@ import pytest
 import torch
 from extended import some
 
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.data.build import read_data
 

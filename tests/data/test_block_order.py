@@ -20,7 +20,7 @@ from small_loaders import CPU, PART, Listed
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.data.build import read_data
 from runner.data.sampler import LISTED, AllSamples, BlockOrder, block_ends

@@ -62,7 +62,7 @@ class OverWeights(nn.Module):
 
 
 def test_a_loss_that_is_no_mean_over_samples_is_named(compose: Callable[..., Any]) -> None:
-    from runner.config.resolve import resolve_config
+    from runner.config.load import resolve_config
     from runner.config.schema import VERBS
     from runner.train import build_run
 

@@ -24,7 +24,7 @@ from rank_pool import RankPool
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.config.composition import Composition
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.train import Train
 from runner.distributed import follow
 from runner.launch.ranks import run_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate

@@ -16,9 +16,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from runner.config.command import opened
 from runner.config.composition import Composition
-from runner.config.resolve import resolve_config
+from runner.config.load import opened, resolve_config
 from runner.config.schema.verbs import Bench
 from runner.data.workers import WorkerLoader
 from runner.lab.bench import BASELINE, Candidate, Result, candidates
@@ -242,7 +241,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
     def call(*words: str) -> tuple[Bench, Composition]:
         if words not in _KNOWN:
-            with opened("bench", words, Bench) as command:
+            with opened("bench", words) as command:
                 _KNOWN[words] = resolve_config(command.composition, Bench), command.composition
         return _KNOWN[words]
 

@@ -16,7 +16,7 @@ from extras import PACKAGES, needs
 from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.data.sources.digits import digits
 from runner.lab import export as export_verb

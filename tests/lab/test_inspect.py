@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.verbs import Inspect
 from runner.engine.state import load_weights
 from runner.lab.inspect.numbers import layers_of, numbers_of, pass_through

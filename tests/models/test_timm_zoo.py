@@ -12,7 +12,7 @@ import torch
 from extras import needs
 
 from runner.base.errors import UserError
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.models.timm_zoo import classifier, preferred_data
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.models.torchvision_zoo import classifier
 from runner.train import build_run

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runner.base.errors import UserError
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.models.mlp import MLP
 from runner.models.resnet_cifar import ResNet18

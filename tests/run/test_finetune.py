@@ -12,8 +12,8 @@ import torch
 from extended import some
 
 from runner.checkpoint.file import read
-from runner.config.app import Composition
-from runner.config.resolve import resolve_config
+from runner.config.composition import Composition
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.run.run import training_flops
 from runner.train import build_run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.checkpoint.weights import weights_sha256
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.models.heads import Head
 from runner.run.init_from import InitialWeights, start_from

@@ -11,7 +11,7 @@ import torch
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.resolve import resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema import VERBS
 from runner.runtime.precision import choose_precision
 from runner.train import build_run

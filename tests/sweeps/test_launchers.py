@@ -17,7 +17,7 @@ from extras import needs
 from forked import ForkedProgram
 from running_sweeps import COMMANDS, digests, events, jobs_of, processes_in, until
 
-from runner.config.hydra_messages import as_problem
+from runner.config.app import as_problem
 
 LONG = ("--multirun", "seed=0,1", "epochs=60", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 RAY = ("hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2")

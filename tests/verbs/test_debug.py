@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.config.resolve import problems_in
+from runner.config.load import problems_in
 from runner.config.schema.train import Train
 
 TINY = ("model=mlp", "model.hidden=[32]")

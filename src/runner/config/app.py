@@ -1,87 +1,50 @@
-"""A verb as a Hydra application: the folders that it searches, and the config composed and checked."""
+"""Hydra as this program uses it: a verb as an application, config files checked before they are read, errors with their key."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
+import copy
+import functools
 import io
 import os
+import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
+from hydra._internal import config_loader_impl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.base.errors import ConfigError, Problem, nearest
-from runner.config import overrides
-from runner.config.composition import Composition as Composition
-from runner.config.flags import parse as parse
-from runner.config.hydra_messages import as_problem
-from runner.config.keys import flatten, is_of_hydra, key_of
-from runner.config.output_folders import in_sweep, not_folders
-from runner.config.sources import Sources, searchpath_folder, shipped
-from runner.config.space import with_space
+from runner.config.keys import ANY_KEY, closest
+from runner.config.sources import Sources, shipped
 from runner.config.yaml_files import mistakes_in, refusing
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
+_DETAIL = re.compile(
+    r"full_key:|object_type=|reference_type=|Config search path|provider=|In '.*while composing config:$"
+)
+_PLACE = re.compile(r"In '(.*?)': ?")
+_UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
+_ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
 
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    """A config without `hydra` as plain containers, interpolations resolved."""
-    names = [name for name in cfg if name != "hydra"]
-    values = {str(name): "???" if OmegaConf.is_missing(cfg, name) else cfg[name] for name in names}
-    plain: dict[str, Any] = {
-        name: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for name, value in values.items()
-    }
-    if isinstance(plain.get("search"), dict):
-        plain["search"] = with_space(plain["search"])
-    return plain
-
-
-def _choices(hydra_config: Any) -> dict[str, str]:
-    chosen = OmegaConf.to_container(hydra_config.runtime.choices)
-    assert isinstance(chosen, dict)
-    return {str(group): str(name) for group, name in chosen.items() if name is not None and "hydra/" not in str(group)}
-
-
-def complete(verb: str, argv: Sequence[str]) -> int:
-    """Let Hydra answer a query of tab completion; what options have in common is not an option."""
-    answer = io.StringIO()
-    with contextlib.redirect_stdout(answer):
-        status = main(verb, list(argv))
-    text = answer.getvalue()
-    if any(word.startswith("query=") for word in argv):
-        text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
-    sys.stdout.write(text)
-    return status
-
-
-def sources_of(flags: argparse.Namespace) -> Sources:
-    """The folders of configs that a command line names."""
-    folders = [Path(flags.config_dir)] if flags.config_dir else []
-    for word in flags.overrides:
-        if word.lstrip("+").startswith("hydra.searchpath="):
-            entries = yaml.safe_load(word.split("=", 1)[1])
-            folders += [path for entry in entries or [] if (path := searchpath_folder(str(entry)))]
-    return Sources(folders)
+REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm"}
+"""Launchers of plugins of Hydra, and the launcher of this program that replaces each."""
 
 
 @contextlib.contextmanager
-def application(verb: str, sources: Sources, schema: type) -> Iterator[Any]:
-    """Hydra's object for an application that searches the shipped configs and those of the user."""
+def application(verb: str, sources: Sources) -> Iterator[None]:
+    """Inside, Hydra composes configs from the shipped files and those of the user, see `runner.config.load.compose`."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
     with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=verb.replace("-", "_"), **_VERSION_BASE):
         # As `--config-dir` does; an override of `hydra.searchpath` would not find a primary config.
@@ -93,7 +56,7 @@ def application(verb: str, sources: Sources, schema: type) -> Iterator[Any]:
         path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
         with files_checked():
-            yield GlobalHydra.instance().hydra
+            yield
 
 
 @contextlib.contextmanager
@@ -117,81 +80,48 @@ def files_checked() -> Iterator[None]:
         source.load_config = load_config
 
 
-def compose(
-    app: Any,
-    primary: str,
-    checked: overrides.CheckedOverrides,
-    schema: type,
-    sources: Sources,
-    *,
-    also: Callable[[Composition], list[Problem]],
-    known: Sequence[str] = (),
-) -> tuple[Composition, DictConfig]:
-    """Compose the first job, before folders are made, callbacks run and loggers are built.
+@contextlib.contextmanager
+def merged_once() -> Iterator[None]:
+    """Compositions inside that select the same options take their files from a copy of what was merged before.
 
-    `known` are keys that an error of Hydra about another key may suggest.
-
-    Raises:
-        ConfigError: with every problem found.
+    Hydra applies the other overrides to that copy, as it does without this. A file that changes meanwhile has no effect.
     """
-    # Problems are collected, so that one start shows all of them
-    problems = [*checked.problems, *not_folders(checked.accepted)]
-    if sources.primary(primary) is None:
-        names = sorted(path.stem for folder in sources.folders for path in folder.glob("*.yaml"))
-        message, close = f"there is no config '{primary}'", nearest(primary, names)
-        raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
-    # A sweep is checked by its first job before a folder is made.
-    words = overrides.first_of_sweeps(checked.accepted)
-    names, failure = list[str](), list[Problem]()
+    lists: dict[Any, Any] = {}
+    merged: dict[int, bytes] = {}  # by the identity of a list of defaults, which `lists` keeps
+    loader: Any = config_loader_impl
+    list_defaults, merge = loader.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+
+    # Overrides that only set values do not change which files are merged
+    @functools.wraps(list_defaults)
+    def list_defaults_once(repo: Any, overrides_list: list[Any], **others: Any) -> Any:
+        plain = [override for override in overrides_list if not override.is_sweep_override()]
+        selected = [one for one in plain if repo.group_exists(one.key_or_group) and not isinstance(one.value(), dict)]
+        folders = tuple((source.provider, source.path) for source in repo.get_sources())
+        key = (folders, *(one.input_line for one in selected), *sorted(others.items()))
+        if key not in lists:
+            lists[key] = list_defaults(repo, overrides_list=selected, **others)
+        found = copy.copy(lists[key])
+        found.config_overrides = [override for override in plain if override not in selected]
+        return found
+
+    def merge_once(self: Any, defaults: list[Any], repo: Any) -> Any:
+        # Each composition changes its config, so it gets a copy, which a pickle makes faster than a deep copy
+        if id(defaults) not in merged:
+            merged[id(defaults)] = pickle.dumps(merge(self, defaults, repo), pickle.HIGHEST_PROTOCOL)
+        return pickle.loads(merged[id(defaults)])
+
+    # Hydra has no hook for this, so two of its functions are replaced while the block lasts
+    implementation: Any = ConfigLoaderImpl
+    loader.create_defaults_list = list_defaults_once
+    implementation._compose_config_from_defaults_list = merge_once
     try:
-        # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
-        deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
-        # A checkpoint may have these keys, or may have had them
-        added = [f"++{key}={{}}" for key in deleted] if "ckpt_path" in map(key_of, words) else []
-        cfg: DictConfig = app.compose_config(primary, [*added, *words], RunMode.RUN)
-        names = [key for key in flatten(OmegaConf.to_container(cfg, resolve=False)) if not key.startswith("hydra.")]
-        composition = Composition(
-            values={},
-            overrides=overrides.canonical(word for word in words if not is_of_hydra(word)),
-            group_choices=_choices(cfg.hydra),
-            sources=sources,
-            primary=primary,
-            run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
-        )
-        composition = _with_values(composition, cfg, names)
-        # A run inside a sweep's folder that resumes is a job of it
-        if composition.run_dir is not None and in_sweep(composition.run_dir) and composition.resumes:
-            composition = dataclasses.replace(composition, job_dir=composition.run_dir)
-        if cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic":
-            problems += overrides.intervals(checked.accepted)
-    except ConfigError as error:
-        failure = list(error.problems)
-    except (HydraException, OmegaConfBaseException, RecursionError) as error:
-        failure = [as_problem(error, known)]
-    # Unknown keys wait until here: the nearest key may be one of a component that this config selects.
-    problems += [overrides.unknown_key(key, word, schema, sources.groups(), names) for key, word in checked.unknown]
-    if failure:
-        raise ConfigError([*problems, *failure])
-    # Words without effect are probably mistakes, so they are refused too
-    problems += [*overrides.without_effect(checked.accepted)]
-    if problems:
-        raise ConfigError([*problems, *also(composition)])
-    return composition, cfg
+        yield
+    finally:
+        loader.create_defaults_list = list_defaults
+        implementation._compose_config_from_defaults_list = merge
 
 
-def _with_values(composition: Composition, cfg: DictConfig, names: list[str]) -> Composition:
-    """The composition with the values of its config.
-
-    Raises:
-        ConfigError: for an interpolation that cannot be resolved.
-    """
-    try:
-        return dataclasses.replace(composition, values=_plain(cfg))
-    except OmegaConfBaseException as error:
-        raise ConfigError(composition.with_origins([as_problem(error, names)])) from error
-
-
-def main(verb: str, argv: list[str]) -> int:
+def show(verb: str, argv: list[str]) -> int:
     """Let Hydra show what its flags ask for, as if it had been started by itself; returns the exit status.
 
     Raises:
@@ -208,7 +138,8 @@ def main(verb: str, argv: list[str]) -> int:
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself
     try:
-        hydra.main(config_path=str(shipped()), config_name=verb, **_VERSION_BASE)(task)()
+        with files_checked():
+            hydra.main(config_path=str(shipped()), config_name=verb, **_VERSION_BASE)(task)()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except (HydraException, OmegaConfBaseException) as error:
@@ -217,3 +148,38 @@ def main(verb: str, argv: list[str]) -> int:
         sys.argv = saved
         os.environ["HYDRA_FULL_ERROR"] = shown or "0"
     return 0
+
+
+def complete(verb: str, argv: Sequence[str]) -> int:
+    """Let Hydra answer a query of tab completion; what options have in common is not an option."""
+    answer = io.StringIO()
+    with contextlib.redirect_stdout(answer):
+        status = show(verb, list(argv))
+    text = answer.getvalue()
+    if any(word.startswith("query=") for word in argv):
+        text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
+    sys.stdout.write(text)
+    return status
+
+
+def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:
+    """The problem behind an error of Hydra or OmegaConf; `known` are the keys of the config, for a name that is none of them."""
+    group, _, option = str(getattr(error, "missing_cfg_file", None) or "").rpartition("/")
+    if group.startswith("hydra/"):
+        others = getattr(error, "options", None) or []
+        close = REPLACED.get(option) or nearest(option, others)
+        return Problem(group, f"there is no '{option}'", ", ".join(others), close)
+    inner = error
+    while inner.__cause__ is not None:  # the innermost says what is wrong, the outer ones in which file
+        inner = inner.__cause__
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    named = next((line.partition(":")[2].strip() for line in lines if line.startswith("full_key:")), "")
+    text = " ".join(line for line in lines if not _DETAIL.match(line))
+    if absent := _ABSENT.search(text):
+        return Problem(absent[1], "cannot be deleted, because it does not exist", ANY_KEY, closest(absent[1], known))
+    if _UNKNOWN.search(text):
+        if named.startswith("hydra."):
+            return Problem(named, "is not a key", "a key of Hydra (--cfg hydra prints them all)")
+        return Problem(named, "is not a key", ANY_KEY, closest(named, known))
+    file = _PLACE.search(f"{error} {inner}")
+    return Problem(named or (file[1] if file else "config"), _PLACE.sub("", text).rstrip(".") or type(inner).__name__)

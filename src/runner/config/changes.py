@@ -75,18 +75,15 @@ def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]
         inside_epoch: whether the checkpoint was written inside an epoch.
     """
     problems = []
-    # Another component has other arguments, too, which are not separate problems.
-    others = [
-        section for section, change in CHANGES.items() if change is Change.REFUSED and f"{section}._target_" in changed
-    ]
+    sections = (key.removesuffix("._target_") for key in changed if key.endswith("._target_"))
+    others = [section for section in sections if declared(section) is Change.REFUSED]
     for key in changed:
         if declared(key) is Change.REFUSED:
-            # The change of the component is the problem; its arguments only follow from it
-            section = next((other for other in others if within(key, [other])), "")
-            if section and not key.endswith("._target_"):
+            # Another component has other arguments, too, which are not separate problems
+            if within(key, others) and not key.endswith("._target_"):
                 continue
             allowed = "the checkpoint's value, or a new run"
-            if section == "model":
+            if key == "model._target_":
                 allowed += " without ckpt_path= (init_from= starts one from the weights of another)"
             problems.append(Problem(key, "cannot change when resuming", allowed))
         elif inside_epoch and declared(key) is Change.REFUSED_INSIDE_EPOCH:

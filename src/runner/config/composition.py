@@ -76,10 +76,10 @@ class Composition:
             if key == target or part or (within(key, [target]) and target not in self.group_choices):
                 return f"the override {word.lstrip('+')}"
         # Options at the top level, such as those of experiment, set keys after all others.
-        choices = list(reversed(self.group_choices.items()))
-        for group, name in sorted(choices, key=self._sets_part):
-            option, section = self.sources.option(group, name), group.replace("/", ".")
-            if option is None or not (option.is_global or within(key, [section])):
+        choices = [self.sources.option(*choice) for choice in reversed(self.group_choices.items())]
+        for option in sorted(filter(None, choices), key=lambda option: not option.is_global):
+            section = option.group.replace("/", ".")
+            if not (option.is_global or within(key, [section])):
                 continue
             inside = key if option.is_global else key.removeprefix(f"{section}.")
             for path in self._files_of(option):
@@ -98,11 +98,6 @@ class Composition:
         for name in reversed(inherited_by(option.path)):
             if (other := self.sources.option(option.group, name)) is not None and other.path != option.path:
                 yield from self._files_of(other)
-
-    def _sets_part(self, choice: tuple[str, str]) -> bool:
-        """Tell whether the option of a group sets the keys of that group, and not those of the top level."""
-        option = self.sources.option(*choice)
-        return option is None or not option.is_global
 
     def with_origins(self, problems: Sequence[Problem], checkpoint: str = "") -> list[Problem]:
         """Each problem with the override or file that its value came from, if that is known.

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from runner.base.errors import nearest
-from runner.config.schema.sections import HasTarget, Search
+from runner.config.schema.sections import HasTarget
+from runner.config.schema.train import Search
 from runner.config.synonyms import key_meant
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
@@ -89,6 +90,11 @@ def key_of(word: str) -> str:
     return word.partition("=")[0].lstrip("+~")
 
 
+def says(key: str, words: Iterable[str]) -> bool:
+    """Tell whether a command line names a key, or one inside it."""
+    return any(within(key_of(word), [key]) for word in words)
+
+
 def is_of_hydra(word: str) -> bool:
     """Tell whether an override is about Hydra itself, such as `+hydra.launcher.threads=1` and `hydra/launcher=pool`."""
     return within(key_of(word).replace("/", "."), ("hydra",))
@@ -140,9 +146,8 @@ def at(values: Any, key: str) -> Any:
 def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) of nested mappings and lists, outer ones first; items of lists by number."""
     yield prefix, value
-    for name, inner in (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    ):
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
         yield from walk(inner, f"{prefix}.{name}" if prefix else str(name))
 
 

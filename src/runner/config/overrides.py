@@ -1,4 +1,4 @@
-"""The words after the verb: parsed, made canonical, and checked against the schema and the groups.
+"""The words after a verb: Hydra's flags, and overrides, made canonical and checked against the schema and the groups.
 
 `key=value`, `+key=value` and `++key=value` mean the same for a key that the schema knows, so the plus signs are dropped
 before Hydra sees them; a key inside an open section (an argument of a component) may be new, so it is passed as `++`.
@@ -6,23 +6,74 @@ before Hydra sees them; a key inside an open section (an argument of a component
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from runner.base.errors import Problem, nearest
+from runner.base.errors import Problem, UserError, nearest
 from runner.config import keys
 from runner.config.gone import explained
 from runner.config.sources import Sources
 from runner.config.synonyms import by_class, key_meant, value_meant
 
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.mode", "hydra.launcher", "hydra.sweeper", "hydra.searchpath")
+_REFUSED_FLAGS = {  # they would bypass the checks of this program
+    "--experimental-rerun": "it reads a pickle, which could run anything; use ckpt_path= instead",
+    "--config-path": "it would replace the configs of the program; add yours with --config-dir",
+    "--package": "it would move all keys; select an option with group=option, such as model=mlp",
+}
+
+
+def parse_flags(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Namespace:
+    """Hydra's flags and the overrides among the words after a verb; `known` lists the keys, for a flag that means one.
+
+    Raises:
+        UserError: for a flag that Hydra does not have, or one that is refused.
+    """
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            flags = parser.parse_intermixed_args(list(argv))
+    except SystemExit as stop:
+        if stop.code in (0, None):
+            raise
+        options = [option for action in parser._actions for option in action.option_strings]
+        raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
+    for name, fix in _REFUSED_FLAGS.items():
+        if getattr(flags, name.lstrip("-").replace("-", "_")):
+            raise UserError(f"{name} is refused: {fix}")
+    return flags
+
+
+def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], known: Sequence[str]) -> UserError:
+    """The mistake behind a complaint of argparse's, with the flag or the override that is meant."""
+    wrong = [at for at, word in enumerate(argv) if word.startswith("-") and word.split("=")[0] not in options]
+    if not wrong:
+        reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
+        return UserError(reason, "", "python -m runner VERB --help lists the flags")
+    flag, _, value = argv[wrong[0]].partition("=")
+    follows = "".join(argv[wrong[0] + 1 : wrong[0] + 2])
+    value = value or ("" if "=" in follows or follows.startswith("-") else follows)
+    name, meant = flag.lstrip("-").replace("-", "_"), nearest(flag, options, 0.85)
+    if not meant and (name in known or len(name) > 1 or key_meant(name)):
+        key = name if name in known else keys.closest(name, sorted(known))
+        meant = key if "=" in key or not key else f"{key}={value or 'VALUE'}"
+    allowed = (
+        "--multirun, --config-dir DIR, --config-name NAME, --cfg job, --info, --help; a key has no dashes: key=value"
+    )
+    return UserError(f"there is no flag {flag}", "", allowed, meant)
 
 
 @dataclass(frozen=True)
@@ -31,8 +82,19 @@ class CheckedOverrides:
 
     accepted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    unknown: list[tuple[str, str]] = field(default_factory=list)
-    """Key and override, to be reported once the known keys can be listed."""
+    unknown: list[tuple[str, str]] = field(default_factory=list)  # key and override
+    known: list[str] = field(default_factory=list)  # keys of the schema, and groups
+
+    def unknown_keys(self, composed: Iterable[str] = ()) -> list[Problem]:
+        """The problems of keys that nothing knows, each with the closest key of the schema, or of those that were composed."""
+        pool = sorted({*self.known, *composed})
+        close = {key: keys.closest(key, pool) for key, _ in self.unknown}
+        found = [Problem(key, "is not a key", keys.ANY_KEY, close[key], _from(word)) for key, word in self.unknown]
+        return [explained(problem) for problem in found]
+
+
+def _from(word: str) -> str:
+    return f"the override {word}"
 
 
 def parsed(words: Iterable[str]) -> list[Override]:
@@ -44,28 +106,36 @@ def parsed(words: Iterable[str]) -> list[Override]:
 def check_overrides(words: Sequence[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
     """Check each override by itself; a wrong one never hides the others."""
     groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
-    result = CheckedOverrides()
-    # A path without a key is a common slip; its keys are those of the verb that take paths
+    result = CheckedOverrides(known=[*keys.all_keys(schema), *groups])
+    # Users type paths as other programs take them, without a key; these are the keys of the verb that take paths
     paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) and key not in map(keys.key_of, words)]
-    readable, problems = not_overrides(words, _is_readable, paths)
-    result.problems.extend(problems)
-    for word in readable:
-        [override] = parsed([word])
-        checked = _checked(override, word, schema, groups, multirun=multirun)
-        if checked is None:
+    for number, word in enumerate(words):
+        override = None
+        with contextlib.suppress(HydraException):
+            [override] = parsed([word])
+        if paths and "=" not in word and ("/" in word or word.endswith(".safetensors") or Path(word).is_dir()):
+            result.problems.append(Problem(word, "is a path without a key", f"{paths.pop(0)}={word}"))
+        elif override is None or not override.key_or_group:
+            result.problems.append(_not_an_override(word, words[number + 1 :]))
+        elif (checked := _checked(override, word, schema, groups, multirun=multirun)) is None:
             result.unknown.append((override.key_or_group, word))
         elif isinstance(checked, Problem):
-            result.problems.append(replace(checked, origin=f"the override {word}"))
+            result.problems.append(replace(checked, origin=_from(word)))
         else:
             result.accepted.append(checked)
     return result
 
 
-def _is_readable(word: str) -> bool:
-    try:
-        return bool(parsed([word])[0].key_or_group)
-    except HydraException:
-        return False
+def _not_an_override(word: str, following: Sequence[str]) -> Problem:
+    """The problem of a word that Hydra cannot read."""
+    if "=" in word:
+        allowed = "no spaces around = and commas, and quotes around special characters: "
+        return Problem(word, "has a value that cannot be read", f"{allowed}'{word.partition('=')[0]}=\"...\"'")
+    # The usual form of other programs is a key, then its value
+    value = following[0] if following and "=" not in following[0] else "VALUE"
+    is_name = re.fullmatch(r"[A-Za-z_][\w./-]*", word)
+    example = f"; such as {key_meant(word) or word}={value}" if is_name else ""
+    return Problem(word, "is not an override", f"key=value, group=option, ~key{example}")
 
 
 def _checked(
@@ -97,10 +167,9 @@ def _checked(
     annotation = keys.find(schema, key)
     if annotation is None:
         return None
-    if override.is_delete() and annotation is not Any:
-        return Problem(key, "cannot be deleted: it is part of the schema", f"set it to {keys.describe(annotation)}")
     if override.is_delete():
-        return word
+        why = "cannot be deleted: it is part of the schema"
+        return word if annotation is Any else Problem(key, why, f"set it to {keys.describe(annotation)}")
     # New keys are allowed where the schema is open, such as arguments of a custom class
     may_be_new = annotation is Any or keys.is_open(annotation)
     return ("++" if may_be_new else "") + word.lstrip("+")
@@ -108,10 +177,13 @@ def _checked(
 
 def _checked_group(override: Override, word: str, options: list[str]) -> str | Problem:
     """The choice of an option for Hydra, or its problem."""
-    key = override.key_or_group
+    key, value = override.key_or_group, override.value()
     if override.is_delete():
         return "~" + word.lstrip("+~")
-    names = selected(override)
+    if override.is_sweep_override():
+        names = [str(each).strip("'\"") for each in override.sweep_string_iterator()]
+    else:
+        names = ["null" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
     for name in names:
         if name not in options and name not in ("null", "") and not name.startswith("_"):
             return explained(_no_option(key, name, options), name)
@@ -121,7 +193,7 @@ def _checked_group(override: Override, word: str, options: list[str]) -> str | P
         return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")
     if names == ["null"]:
         return f"~{key}"  # Hydra takes null in files only
-    if isinstance(override.value(), int | float):
+    if isinstance(value, int | float):
         return f"{key}='{names[0]}'"  # a name such as nan is a number to Hydra
     return word.lstrip("+")
 
@@ -134,7 +206,7 @@ def _no_option(group: str, name: str, options: list[str]) -> Problem:
     if (words := by_class(group, name)) and not (meant and group == "model"):
         allowed = f"{allowed}; {words} for a class"
     if group == "data" and ("/" in name or Path(name).is_dir()):
-        return Problem(group, message, allowed, f"data=image_folder data.root={name}")
+        meant = f"data=image_folder data.root={name}"
     return Problem(group, message, allowed, meant)
 
 
@@ -147,25 +219,12 @@ def _wrong_sweep(override: Override, is_group: bool) -> str:
     return "" if any(True for _ in override.sweep_iterator()) else "has no values to sweep over"
 
 
-def selected(override: Override) -> list[str]:
-    """Option names that a group override selects; several for a sweep."""
-    if override.is_sweep_override():
-        return [str(value).strip("'\"") for value in override.sweep_string_iterator()]
-    value = override.value()
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return ["null" if value is None else str(value)]
-
-
 def intervals(words: Iterable[str]) -> list[Problem]:
     """A problem for each interval among the overrides, which a sweeper that lists all jobs cannot take."""
     message = "cannot be an interval, as the sweeper does not choose values"
     allowed = "sweep=optuna with search.KEY={log: [1e-4, 1e-1]}, a sweeper that does, or values such as 0.001,0.01"
-    return [
-        Problem(override.key_or_group, message, allowed, origin=f"the override {str(override.input_line).lstrip('+')}")
-        for override in parsed(words)
-        if override.is_interval_sweep()
-    ]
+    found = [override for override in parsed(words) if override.is_interval_sweep()]
+    return [Problem(each.key_or_group, message, allowed, "", _from(str(each.input_line).lstrip("+"))) for each in found]
 
 
 def swept(words: Iterable[str]) -> list[str]:
@@ -197,61 +256,3 @@ def without_effect(words: Iterable[str]) -> list[Problem]:
 def canonical(words: Iterable[str]) -> list[str]:
     """Overrides without the plus signs: as they are recorded with a run."""
     return [word.lstrip("+") for word in words]
-
-
-def unknown_key(key: str, word: str, schema: type, groups: Iterable[str], known: Iterable[str]) -> Problem:
-    """The problem of a key that nothing knows, with the closest key that exists.
-
-    A key whose last part is the name of exactly one known key is taken for that one (`lr` for `optimizer.lr`).
-    """
-    close = keys.closest(key, sorted({*keys.all_keys(schema), *groups, *known}))
-    return explained(Problem(key, "is not a key", keys.ANY_KEY, close, f"the override {word}"))
-
-
-_NAME = re.compile(r"[A-Za-z_][\w./-]*")
-
-
-def not_overrides(
-    words: Sequence[str], reads: Callable[[str], bool], paths: Sequence[str] = ()
-) -> tuple[list[str], list[Problem]]:
-    """Split words into those that Hydra reads and the problems of the others.
-
-    Args:
-        words: the words after the verb, without flags.
-        reads: tells whether Hydra reads a word as an override.
-        paths: the keys that are meant by words that are paths, in this order.
-    """
-    good, problems, open_ = list[str](), list[Problem](), [*paths]
-    for number, word in enumerate(words):
-        # Users type paths as other programs take them
-        if open_ and "=" not in word and ("/" in word or word.endswith(".safetensors") or Path(word).is_dir()):
-            problems.append(Problem(word, "is a path without a key", f"{open_.pop(0)}={word}"))
-        elif reads(word):
-            good.append(word)
-        elif "=" in word:
-            allowed = "no spaces around = and commas, and quotes around special characters: "
-            problems.append(
-                Problem(word, "has a value that cannot be read", f"{allowed}'{word.partition('=')[0]}=\"...\"'")
-            )
-        else:
-            # The usual form of other programs is a key, then its value
-            value = words[number + 1] if number + 1 < len(words) and "=" not in words[number + 1] else "VALUE"
-            example = f"; such as {key_meant(word) or word}={value}" if _NAME.fullmatch(word) else ""
-            problems.append(Problem(word, "is not an override", f"key=value, group=option, ~key{example}"))
-    return good, problems
-
-
-def flag_meant(flag: str, value: str, known: Iterable[str], options: Sequence[str]) -> str:
-    """The flag or override that is meant by a flag that there is not; an empty string if neither comes close.
-
-    Args:
-        flag: as it was given, without its value.
-        value: what followed it, or an empty string.
-        known: the keys and groups.
-        options: the flags that there are.
-    """
-    name, pool = flag.lstrip("-").replace("-", "_"), sorted(known)
-    if close := nearest(flag, options, 0.85):
-        return close
-    key = name if name in pool else keys.closest(name, pool) if len(name) > 1 or key_meant(name) else ""
-    return key if "=" in key or not key else f"{key}={value or 'VALUE'}"

@@ -15,7 +15,7 @@ from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
-from runner.config.schema.train import Train
+from runner.config.schema.train import Fsdp, Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
 from runner.config.untrusted import not_packages, packages_in
 
@@ -57,48 +57,45 @@ def _of_length(config: Train) -> Broken:
 
 def _of_repeating(config: Train) -> Broken:
     """Settings that a run that repeats bit for bit cannot use."""
-    if config.deterministic is not True:
-        return
-    rules_out, others = "which deterministic=true rules out", "or deterministic=false"
-    if config.cudnn_benchmark:
-        yield "cudnn_benchmark", f"picks algorithms by timing them, {rules_out}", f"cudnn_benchmark=false, {others}"
-    if config.tf32:
-        yield "tf32", f"rounds matrix products, {rules_out}", f"tf32=false, {others}"
-    if config.matmul_precision not in (None, "highest"):
-        message = f"is {config.matmul_precision}, which rounds matrix products, {rules_out}"
-        yield "matmul_precision", message, f"matmul_precision=highest, {others}"
-    if config.compile is not False and config.compiler.mode.startswith("max-autotune"):
-        message = f"{config.compiler.mode} picks kernels by timing them, {rules_out}"
-        yield "compiler.mode", message, f"compiler.mode=default, {others}"
+    times_kernels = config.compile is not False and config.compiler.mode.startswith("max-autotune")
+    for key, used, why, instead in (
+        ("cudnn_benchmark", config.cudnn_benchmark, "picks algorithms by timing them", "false"),
+        ("tf32", config.tf32, "rounds matrix products", "false"),
+        ("matmul_precision", config.matmul_precision not in (None, "highest"), "rounds matrix products", "highest"),
+        ("compiler.mode", times_kernels, "picks kernels by timing them", "default"),
+    ):
+        if used and config.deterministic is True:
+            yield key, f"{why}, which deterministic=true rules out", f"{key}={instead}, or deterministic=false"
 
 
 def _of_speed(config: Train) -> Broken:
     """Settings of speed and memory that cannot be combined."""
     mode, blocks = config.compiler.mode, config.activation_checkpointing
     if config.dtype == "float64" and config.amp is not False:
-        amp = str(config.amp).lower()
-        yield "dtype", f"is float64, but amp={amp} computes in 16 bits", "amp=false, or dtype=float32"
+        yield (
+            "dtype",
+            f"is float64, but amp={str(config.amp).lower()} computes in 16 bits",
+            "amp=false, or dtype=float32",
+        )
     if config.dtype == "float64" and config.log.utilization is True:
         yield "log.utilization", "is true, but the peak of a device in float64 is not known", "auto or false"
     if config.tf32 and config.matmul_precision == "highest":
         message = "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
         yield "matmul_precision", message, "matmul_precision=null, or tf32=false"
     if config.compile is not False and mode in ("reduce-overhead", "max-autotune") and config.accumulate > 1:
-        replays = "replays CUDA graphs, which overwrite the gradients that"
-        message = f"{mode} {replays} accumulate={config.accumulate} adds up"
+        message = f"{mode} replays CUDA graphs, which overwrite the gradients of accumulate={config.accumulate}"
         yield "compiler.mode", message, "compiler.mode=default or max-autotune-no-cudagraphs, or accumulate=1"
     if isinstance(config, Audit | Bench) and config.data.batch_size == "auto":
         yield "data.batch_size", "is auto, which may find another number for each side", "a number"
     for key, node in components_of("optimizer", config.optimizer).items():
         if node.get("fused") and node.get("foreach"):
-            message = f"is true, and so is {key}.foreach, but they are two different kernels"
-            yield f"{key}.fused", message, "one of them, or null for both"
+            yield f"{key}.fused", f"is true, and so is {key}.foreach, another kernel", "one of them, or null for both"
     if isinstance(blocks, str | list) and not blocks:
         yield "activation_checkpointing", "names no module", "false, true, or names of modules"
-    watched = next((key for key in ("shapes", "finite") if getattr(config.watch, key)), None)
-    if watched and config.compile is not False:
-        message = "observes every module, but a compiled model does not run its modules one by one"
-        yield f"watch.{watched}", message, "compile=false"
+    for key in ("shapes", "finite"):
+        if getattr(config.watch, key) and config.compile is not False:
+            message = "observes every module, but a compiled model does not run its modules one by one"
+            yield f"watch.{key}", message, "compile=false"
 
 
 def _of_weights(config: Train) -> Broken:
@@ -107,10 +104,10 @@ def _of_weights(config: Train) -> Broken:
     drawn = [scheme for scheme in schemes if scheme not in ADJUSTMENTS]
     if len(drawn) > 1:
         yield "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them"
-    for key, none in (("weights", None), ("pretrained", False)):
+    for key, none in (("weights", "null"), ("pretrained", "false")):
         if drawn and config.model.get(key) not in (None, False):
             message = f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
-            yield "init", message, f"model.{key}={'null' if none is None else 'false'}, or init without it"
+            yield "init", message, f"model.{key}={none}, or init without it"
     if config.init_mismatch != "head" and config.init_from is None:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
@@ -129,10 +126,10 @@ def _of_averaging(config: Train) -> Broken:
     if config.swa is not None and never_evaluates(config):
         message = f"computes BatchNorm's statistics at evaluations, but {_NO_EVALUATIONS}"
         yield "swa", message, "evaluate.every_epochs=1, or swa=null"
+    averages = [kind for kind in ("ema", "swa") if getattr(config, kind) is not None]
     for name in config.metrics or {}:
-        for kind in ("ema", "swa"):
-            if name.startswith(f"{kind}_") and getattr(config, kind) is not None:
-                yield f"metrics.{name}", f"has the name of a metric of the {kind} average", "another name"
+        if (kind := name.partition("_")[0]) in averages and "_" in name:
+            yield f"metrics.{name}", f"has the name of a metric of the {kind} average", "another name"
     for key in ("lr_factor", "recalibrate_batches"):
         if getattr(config.averaging, key) is not None and config.swa is None:
             yield f"averaging.{key}", "has no effect without swa", f"averaging.{key}=null, or swa=0.75"
@@ -161,18 +158,15 @@ def _of_data(config: Train) -> Broken:
     if data.sampler is not None and shuffle != "true":
         message = f"is {shuffle}, but data.sampler=balanced draws in random order"
         yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
-    if data.batch_sampler is not None and (data.sampler is not None or shuffle != "true"):
-        key, value, allowed = (
-            ("shuffle", shuffle, "true") if data.sampler is None else ("sampler", data.sampler, "null")
-        )
-        message = f"is {value}, and data.batch_sampler gives the order of the samples"
-        yield f"data.{key}", message, f"{allowed}, or data.batch_sampler=null"
+    for key, value, allowed in (("sampler", data.sampler or "null", "null"), ("shuffle", shuffle, "true")):
+        if data.batch_sampler is not None and value != allowed:
+            message = f"is {value}, and data.batch_sampler gives the order of the samples"
+            yield f"data.{key}", message, f"{allowed}, or data.batch_sampler=null"
     if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":
         message = "is balanced, which draws every class equally often, and task=regression has none"
         yield "data.sampler", message, "data.sampler=null, or task=classification"
     if (mean is None) != (std is None):
-        allowed = "both, or null for both to measure them on the training split"
-        yield "data.normalize", "has only one of mean and std", allowed
+        yield "data.normalize", "has only one of mean and std", "both, or null for both, which measures them"
     if std is not None and any(value <= 0 for value in std):
         yield "data.normalize.std", "has a value that is not positive", "positive numbers"
     if mean is not None and std is not None and len(mean) != len(std):
@@ -192,9 +186,8 @@ def _of_data(config: Train) -> Broken:
 def _has_val_folder(config: Train) -> bool:
     """Tell whether the data are a folder of images with one for validation; known before the data are read."""
     dataset = config.data.dataset
-    root, name = dataset.get("root") or config.data.root, dataset.get("val_folder", "val")
-    is_folder = dataset.get("_target_") == "runner.data.sources.folders.image_folder" and isinstance(root, str)
-    return is_folder and isinstance(name, str) and Path(root, name).expanduser().is_dir()
+    folder = Path(str(dataset.get("root") or config.data.root), str(dataset.get("val_folder", "val"))).expanduser()
+    return dataset.get("_target_") == "runner.data.sources.folders.image_folder" and folder.is_dir()
 
 
 def never_evaluates(config: Train) -> bool:
@@ -271,21 +264,21 @@ def needing_one_process(config: Train, several: str) -> Broken:
 def _of_sharding(config: Train) -> Broken:
     """Settings that cannot be combined with weights divided among processes, or have no effect without these."""
     if config.strategy != "fsdp":
-        for key in (field.name for field in dataclasses.fields(config.fsdp)):
-            if getattr(config.fsdp, key) != getattr(type(config.fsdp)(), key):
+        for key, default in vars(Fsdp()).items():
+            if getattr(config.fsdp, key) != default:
                 yield f"fsdp.{key}", f"has no effect with strategy={config.strategy}", "strategy=fsdp"
         return
-    another = "or strategy=ddp"
-    if config.compile is not False:
-        yield "compile", "cannot compile a model whose weights strategy=fsdp shards", f"compile=false, {another}"
-    if config.amp == "fp16":
-        yield "amp", "is fp16, whose scaled loss strategy=fsdp does not support", f"bf16 or false, {another}"
-    if config.dist.find_unused_parameters:
-        message = "is for strategy=ddp: with fsdp the same weights must have gradients on all processes"
-        yield "dist.find_unused_parameters", message, f"dist.find_unused_parameters=false, {another}"
-    if str(config.optimizer.get("_target_", "")).endswith("Adafactor"):
-        message = "has moments of another shape than the weights, which strategy=fsdp cannot shard"
-        yield "optimizer", message, f"another optimizer, {another}"
+    odd_moments = str(config.optimizer.get("_target_", "")).endswith("Adafactor")
+    for key, given, why, allowed in (
+        ("compile", config.compile is not False, "cannot compile a model whose weights strategy=fsdp shards", "false"),
+        ("amp", config.amp == "fp16", "is fp16, whose scaled loss strategy=fsdp does not support", "bf16 or false"),
+        ("dist.find_unused_parameters", config.dist.find_unused_parameters,
+         "is for strategy=ddp: with fsdp the same weights must have gradients on all processes", "false"),
+        ("optimizer", odd_moments, "has moments of another shape than the weights, which strategy=fsdp cannot shard",
+         "another optimizer"),
+    ):  # fmt: skip
+        if given:
+            yield key, why, f"{allowed}, or strategy=ddp"
 
 
 def _of_verbs(config: Train) -> Broken:
@@ -296,8 +289,7 @@ def _of_verbs(config: Train) -> Broken:
             yield from _of_varied(config, key, value)
     if isinstance(config, Audit) and (config.a is None) != (config.b is None):
         given, missing = ("a", "b") if config.b is None else ("b", "a")
-        allowed = f"{missing}=PATH to compare it with, or neither to compare steps"
-        yield missing, f"is missing, and {given} is given", allowed
+        yield missing, f"is missing, and {given} is given", f"{missing}=PATH, or neither to compare steps"
     if isinstance(config, Audit) and config.a is not None and config.vary:
         yield "vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"
     if isinstance(config, Export):
@@ -316,13 +308,10 @@ def _of_verbs(config: Train) -> Broken:
 def _of_varied(config: Audit | Bench, key: str, value: Any) -> Broken:
     """Keys to vary that there are not, or that are whole sections."""
     kind = keys.find(Train, key)
-    is_section = any(
-        dataclasses.is_dataclass(member) or get_origin(keys.bare(member)) is dict for member in keys.members(kind)
-    )
     if kind is None:
         close = keys.closest(key, keys.all_keys(Train))
         yield f"vary.{key}", "varies what is not a key", "a key of the schema", f"vary.{close}" if close else ""
-    elif is_section:
+    elif any(dataclasses.is_dataclass(part) or get_origin(keys.bare(part)) is dict for part in keys.members(kind)):
         yield f"vary.{key}", "varies a whole section", f"keys inside it, such as vary.{key}.name=[a,b]"
     if isinstance(config, Audit) and isinstance(value, list) and len(value) != 2:
         message = f"has {len(value)} value{'' if len(value) == 1 else 's'}, but there are two sides"

@@ -79,7 +79,7 @@ class Sources:
             if not any(path.rglob("*.yaml")):
                 raise UserError("--config-dir", f"{path} has no .yaml file", "files such as experiment/mine.yaml in it")
         self.folders = [shipped(), *self.extra]
-        self._groups: list[str] | None = None
+        self._groups = list[str]()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sources) and self.folders == other.folders
@@ -94,17 +94,16 @@ class Sources:
 
     def groups(self) -> list[str]:
         """Names of all config groups, sorted; nested ones as `a/b`."""
-        if self._groups is not None:
-            return self._groups
-        found = {path.parent.relative_to(folder) for folder in self.folders for path in folder.rglob("*.yaml")}
-        own = [group for group in found if group.parts and group.parts[0] not in ("local", "hydra")]
-        self._groups = sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
+        if not self._groups:
+            found = {path.parent.relative_to(folder) for folder in self.folders for path in folder.rglob("*.yaml")}
+            own = [group for group in found if group.parts and group.parts[0] not in ("local", "hydra")]
+            self._groups = sorted(group.as_posix() for group in own if not group.parts[0].startswith((".", "_")))
         return self._groups
 
     def options(self, group: str) -> list[Option]:
         """Options of `group` in order of name; those whose names start with `_` are parts of others and not listed."""
         names = {path.stem for folder in self.folders for path in (folder / group).glob("*.yaml")}
-        options = [self.option(group, name) for name in sorted(names) if not name.startswith("_")]
+        options = (self.option(group, name) for name in sorted(names) if not name.startswith("_"))
         return [option for option in options if option is not None]
 
     def option(self, group: str, name: str) -> Option | None:
@@ -117,8 +116,7 @@ class Sources:
 
     def primary(self, name: str) -> Path | None:
         """The file of the primary config `name` (such as `train`), or None."""
-        option = self.option("", name)
-        return option.path if option else None
+        return option.path if (option := self.option("", name)) else None
 
 
 def searchpath_folder(entry: str) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from runner.base.errors import Problem, nearest
 from runner.config import keys
-from runner.config.schema.sections import Search
+from runner.config.schema.train import Search
 from runner.config.validate import shown
 
 KINDS = ("log", "uniform", "int", "choice")
@@ -49,21 +49,24 @@ def _by_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in nested.items():
         key = f"{prefix}.{name}" if prefix else str(name)
-        if not isinstance(value, dict):
+        own = (
+            {part: each for part, each in value.items() if not isinstance(each, dict)}
+            if isinstance(value, dict)
+            else {}
+        )
+        if not isinstance(value, dict) or not value:
             found[key] = value
-            continue
-        own = {part: each for part, each in value.items() if not isinstance(each, dict)}
-        is_range = bool(own.keys() & {*KINDS}) or (bool(prefix) and bool(own)) or not value
-        if is_range:
+        elif own.keys() & {*KINDS} or (prefix and own):
             found[key] = own
-        found |= _by_key({part: each for part, each in value.items() if part not in own or not is_range}, key)
+            found |= _by_key({part: each for part, each in value.items() if part not in own}, key)
+        else:
+            found |= _by_key(value, key)
     return found
 
 
 def ranges_of(space: Mapping[str, Any]) -> tuple[dict[str, Range], list[Problem]]:
     """The range of each key of a search space, and what is wrong with others; keys are not looked up in the schema."""
-    found: dict[str, Range] = {}
-    problems = []
+    found, problems = dict[str, Range](), list[Problem]()
     for key, given in space.items():
         try:
             found[key] = _range(given)

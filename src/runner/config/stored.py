@@ -1,27 +1,42 @@
-"""Configs in files, and overrides applied to them.
+"""Configs in files, and the command line on top of them.
 
 A stored config is plain YAML: it is read with the safe loader into plain containers and never as a Hydra or OmegaConf
-object, so that neither a tag nor an interpolation in it does anything.
+object, so that neither a tag nor an interpolation in it does anything. Whom to trust, where to read, write and send, and how
+long to run come from the command line only, never from a checkpoint.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import yaml
 
-from runner.base.errors import UserError, nearest
+from runner.base.errors import ConfigError, UserError, nearest
 from runner.base.secrets import mask_values, unmasked
+from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.gone import drop
-from runner.config.keys import at, flatten, within
+from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, says, within
+from runner.config.load import PREPARATION, two_rates, validated
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
 from runner.config.sources import Sources, text_of
-from runner.config.validate import shown
+from runner.config.targets import FACTS
+from runner.config.untrusted import fetch_nothing, own_loggers, problems_in_file
+from runner.config.validate import shown, typed
 from runner.config.yaml_files import plain
+
+T = TypeVar("T", bound=Train)
+
+_OF_THE_CALL = (
+    "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "dry_run", "slurm", *OF_THE_SWEEP
+)  # fmt: skip
+# Fetching writes to disk, so the command line decides.
+_FETCHING = ("data.download", "data.dataset.download")
 
 
 def dump(config: Train | dict[str, Any]) -> str:
@@ -124,3 +139,106 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
             before_text, after_text = (shown(side[key]) if key in side else "-" for side in (old, new))
             changed.append((key, before_text, after_text))
     return changed
+
+
+def resolve_with_checkpoint(
+    text: str,
+    where: str,
+    composition: Composition,
+    schema: type[T],
+    *,
+    normalize: Mapping[str, Any] | None = None,
+    builds: Sequence[str] | None = None,
+) -> tuple[T, list[tuple[str, str, str]]]:
+    """The validated config of a checkpoint with the command line on top.
+
+    Args:
+        text: the config in the checkpoint.
+        where: path of the checkpoint.
+        composition: the command line, which alone gives the keys that a verb adds to those of `train`.
+        schema: of the verb.
+        normalize: statistics of the images to use, unless the command line gives others; None for those of the result.
+        builds: sections whose components will be built, None for all; others are not even imported.
+
+    Returns:
+        The config, and what the command line changed: see `differences`.
+
+    Raises:
+        ConfigError: with every problem there is.
+    """
+    values, changed = merge_with_checkpoint(text, where, composition, builds)
+    # Statistics of the training data belong to the weights, so other data are normalised with them
+    if normalize is not None and not says("data.normalize", composition.overrides):
+        _section(values, "data")["normalize"] = dict(normalize)
+    kind: type = schema
+    values |= {key: composition.values[key] for key in hints(kind) if key not in hints(Train)}
+    return validated(values, composition, schema, where=where, builds=builds), changed
+
+
+def merge_with_checkpoint(
+    text: str, where: str, composition: Composition, builds: Sequence[str] | None = None
+) -> tuple[dict[str, Any], list[tuple[str, str, str]]]:
+    """The config of a checkpoint with the command line on top, and what that changed; arguments as above.
+
+    Raises:
+        ConfigError: if the file names something to build that is neither allowed nor trusted.
+    """
+    # What was stored comes first, and the command line changes it
+    original = load(text, where)
+    values = overlay(original, composition)
+    _keep_found(original, values, composition)
+    rate = values.get("lr")
+    if isinstance(rate, int | float) and rate is not True and rate > 0 and not two_rates(values, composition.overrides):
+        # The file has it under `optimizer.lr`, so that the same rate is not a change.
+        _section(values, "optimizer")["lr"], values["lr"] = float(rate), None
+    # Keys of the call say how this command works, and never come from a file
+    values |= {key: composition.values[key] for key in _OF_THE_CALL}
+    # A file must not make this machine download anything
+    fetch_nothing(values, composition.values)
+    if problems := [*problems_in_file(values, composition.values, builds)]:
+        raise ConfigError([dataclasses.replace(problem, origin=problem.origin or where) for problem in problems])
+    fetch_nothing(original, composition.values)  # which is not a change of the user's
+    # Loggers of a file could send data elsewhere, so only those of the command line may
+    if "logger" in values:
+        values["logger"] = own_loggers(_section(values, "logger"), composition.values["logger"])
+    changed = differences(original, values)
+    return values, [found for found in changed if not within(found[0], (*_OF_THE_CALL[2:], *_FETCHING))]
+
+
+def settings_changed(text: str, where: str, values: dict[str, Any], composition: Composition) -> list[str]:
+    """Keys in which a stored config is that of another run than `values`, those of a command line; what a run finds is none."""
+    # The typed config has keys that an older version did not know
+    config, _ = typed(Train, load(text, where))
+    original = to_plain(config) if config else {}
+    given = ["data.image_size", *(["data.normalize"] if _section(values, "data.normalize").get("mean") else [])]
+    _keep_found(original, values, dataclasses.replace(composition, overrides=[*composition.overrides, *given]))
+    return [key for key, _, _ in differences(original, values) if other_run(key)]
+
+
+def _section(values: dict[str, Any], key: str) -> dict[str, Any]:
+    """The mapping under a dotted key; an empty one if a file has something else there."""
+    inner = at(values, key)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: Composition) -> None:
+    """Keep what was found or measured for a component that the command line selects again without saying otherwise."""
+
+    def same(section: str) -> bool:
+        return bool(_section(original, section).get("_target_") == _section(values, section).get("_target_"))
+
+    # Facts from the data are kept while their component stays the same
+    for section, names in FACTS.items():
+        before, after = _section(original, section), _section(values, section)
+        if same(section):
+            after |= {name: before.get(name) for name in names if name in after and after[name] is None}
+    before, after = _section(original, "data.split"), _section(values, "data.split")
+    if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
+        after["test"] = before.get("test")
+    # A batch size that was found is part of the run, so it is not searched again
+    before, after = _section(original, "data"), _section(values, "data")
+    if before and after.get("batch_size") == "auto":
+        after["batch_size"] = before.get("batch_size")
+    for name in PREPARATION if same("model") and same("data.dataset") else ():
+        if name in before and not says(f"data.{name}", composition.overrides):
+            after[name] = copy.deepcopy(before[name])

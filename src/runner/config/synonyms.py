@@ -31,14 +31,12 @@ def by_class(group: str, name: str) -> str:
     if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
         words = f"{group}._target_={name}"
         return f"'~{group}' '+{words}'" if group in ("callbacks", "logger") else words
-    ways = (
-        {}
-        if name[:1].islower() and group != "model"
-        else {
-            "model": f"model=torchvision model.name={plain(name)}",
-            "scheduler": f"scheduler=torch scheduler.name={name}",
-            "optimizer": f"optimizer._target_=torch.optim.{name}",
-            "loss": f"loss._target_=torch.nn.{name}",
-        }
-    )
+    if name[:1].islower() and group != "model":
+        return ""
+    ways = {
+        "model": f"model=torchvision model.name={plain(name)}",
+        "scheduler": f"scheduler=torch scheduler.name={name}",
+        "optimizer": f"optimizer._target_=torch.optim.{name}",
+        "loss": f"loss._target_=torch.nn.{name}",
+    }
     return ways.get(group, "")

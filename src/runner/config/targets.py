@@ -46,22 +46,20 @@ def resolve(path: str) -> Any:
             try:
                 found = importlib.import_module(name)
                 continue
-            except ModuleNotFoundError as error:
-                # The module exists and imports something that does not: that is the error to show
-                if error.name is None or not keys.within(name, [error.name]):
-                    raise UserError(f"importing {name} failed: {error}") from error
-                if count == 1:
-                    hint = "installed, or on PYTHONPATH, or in the folder that python -m runner starts in"
-                    close = nearest(part, (module.name for module in pkgutil.iter_modules()), 0.75)
-                    hint = f"did you mean '{close}'?" if close else f"it must be {hint}"
-                    raise UserError(f"there is no package '{part}' ({hint})") from error
             except Exception as error:
-                raise UserError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+                absent = error.name if isinstance(error, ModuleNotFoundError) else None
+                # A module that exists may import something that does not: that is the error to show
+                if absent is None or not keys.within(name, [absent]):
+                    raise UserError(f"importing {name} failed: {type(error).__name__}: {error}") from error
+                if count == 1:
+                    hint = "it must be installed, or on PYTHONPATH, or in the folder that python -m runner starts in"
+                    if close := nearest(part, (module.name for module in pkgutil.iter_modules()), 0.75):
+                        hint = f"did you mean '{close}'?"
+                    raise UserError(f"there is no package '{part}' ({hint})") from error
         if not hasattr(found, part):
-            owner = getattr(found, "__name__", repr(found))
-            modules = (module.name for module in pkgutil.iter_modules(getattr(found, "__path__", ())))
-            names = [*(name for name in dir(found) if not name.startswith("_")), *modules]
-            close = nearest(part, names)
+            owner, inside = getattr(found, "__name__", repr(found)), getattr(found, "__path__", ())
+            names = [*dir(found), *(module.name for module in pkgutil.iter_modules(inside))]
+            close = nearest(part, [name for name in names if not name.startswith("_")])
             raise UserError(f"{owner} has no '{part}'" + (f"; did you mean '{close}'?" if close else ""))
         found = getattr(found, part)
     return found
@@ -80,19 +78,19 @@ FACTS: dict[str, tuple[str, ...]] = {
     "logger": ("warn", "watched"),
     "optimizer": ("foreach", "fused"),
 }
+_LIBRARIES = {  # whose models a module of this program builds by name
+    "runner.models.timm_zoo": "timm",
+    "runner.models.torchvision_zoo": "torchvision",
+    "runner.models.smp_zoo": "segmentation-models-pytorch",
+    "runner.models.torchvision_detection": "torchvision",
+}
 
 
 def called(target: str, name: Any) -> str:
     """The name of a component for people: its class, or how a library calls it, such as `resnet18 (torchvision)`."""
-    by_name = {
-        "runner.models.timm_zoo.classifier": f"{name} (timm)",
-        "runner.models.torchvision_zoo.classifier": f"{name} (torchvision)",
-        "runner.models.torchvision_zoo.segmenter": f"{name} (torchvision)",
-        "runner.models.smp_zoo.segmenter": f"{name} (segmentation-models-pytorch)",
-        "runner.models.torchvision_detection.detector": f"{name} (torchvision)",
-        "runner.optim.schedules.Torch": str(name),
-    }
-    return by_name.get(target) or target.rpartition(".")[2]
+    module, _, named = target.rpartition(".")
+    library = _LIBRARIES.get(module)
+    return f"{name} ({library})" if library else str(name) if target == "runner.optim.schedules.Torch" else named
 
 
 class Component:
@@ -120,6 +118,11 @@ class Component:
             name: value for name, value in node.items() if not name.startswith("_") and name not in self.extras
         }
 
+    @property
+    def takes_any(self) -> bool:
+        """Tell whether arguments of any name are accepted: there is no signature, or it ends in `**kwargs`."""
+        return self.parameters is None or any(each.kind is each.VAR_KEYWORD for each in self.parameters.values())
+
     def takes(self, name: str) -> bool:
         """Tell whether the signature has an argument of this name."""
         return name in (self.parameters or {})
@@ -127,9 +130,8 @@ class Component:
 
 def targets_in(value: Any) -> Iterator[tuple[str, str]]:
     """Every (dotted key, `_target_`) at any depth of a mapping or list."""
-    return (
-        (key, str(node["_target_"])) for key, node in keys.walk(value) if isinstance(node, dict) and "_target_" in node
-    )
+    nodes = ((key, node) for key, node in keys.walk(value) if isinstance(node, dict) and "_target_" in node)
+    return ((key, str(node["_target_"])) for key, node in nodes)
 
 
 def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positional: int = 0) -> list[Problem]:
@@ -141,13 +143,12 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         facts: names of arguments that the program adds where the signature has them.
         positional: how many leading arguments the program passes by position.
     """
-    problems: list[Problem] = []
+    problems, path = list[Problem](), str(node["_target_"])
     for name, value in node.items():
-        for at, inner in enumerate(value) if isinstance(value, list) else [(None, value)]:
+        items = enumerate(value) if isinstance(value, list) else ()
+        for inside, inner in [(f"{key}.{name}", value), *((f"{key}.{name}.{at}", item) for at, item in items)]:
             if isinstance(inner, dict) and "_target_" in inner:
-                inside = f"{key}.{name}" if at is None else f"{key}.{name}.{at}"
                 problems += bind(inside, inner, FACTS.get(inside, ()))
-    path = str(node["_target_"])
     try:
         component = Component(key, node)
     except UserError as error:
@@ -165,9 +166,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     if component.parameters is None:
         return problems
     # What the program passes by position is not for a config to give.
-    parameters = list(component.parameters.values())
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    parameters = parameters[positional + len(component.positional) :]
+    parameters = list(component.parameters.values())[positional + len(component.positional) :]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     annotations = _annotations(component.target)
     for name, value in component.arguments.items():
@@ -175,15 +174,13 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
             continue  # from the data, or the default, which `width: int = None` does not annotate
         if name in named:
             problems += _wrong_type(f"{key}.{name}", annotations.get(name), value)
-        elif not takes_any:
+        elif not component.takes_any:
             # What the program gives to a logger is not a setting.
             listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
             listed += sorted(component.known_extras)
-            allowed = ", ".join(listed) or "no arguments"
             meant = key_meant(f"{key}.{name}").rpartition(".")[2]
-            close = meant if meant in listed else nearest(name, listed)
-            message = f"is not an argument of {path}"
-            problems.append(Problem(f"{key}.{name}", message, allowed, close, kind="argument"))
+            close, allowed = meant if meant in listed else nearest(name, listed), ", ".join(listed) or "no arguments"
+            problems.append(Problem(f"{key}.{name}", f"is not an argument of {path}", allowed, close, kind="argument"))
     # A partial component gets the rest of its arguments later.
     if not node.get("_partial_"):
         given = {*component.arguments, *facts}
@@ -301,28 +298,23 @@ def build(
         if kwargs.get(name) is None and component.takes(name):
             kwargs[name] = value
     # Other nulls are left over from the option that another target was put into, unless **kwargs takes them: it takes no facts
-    parameters, known = (component.parameters or {}).values(), {*FACTS.get(key, ()), *(facts or ())}
-    takes_any = not parameters or any(each.kind is each.VAR_KEYWORD for each in parameters)
-    taken = [name for name in kwargs if component.takes(name) or (takes_any and name not in known)]
+    known = {*FACTS.get(key, ()), *(facts or ())}
+    taken = [name for name in kwargs if component.takes(name) or (component.takes_any and name not in known)]
     kwargs = {name: value for name, value in kwargs.items() if value is not None or name in taken}
     positional = [*args, *(_built(f"{key}._args_", value, fetch) for value in component.positional)]
     if node.get("_partial_"):
         return functools.partial(component.target, *positional, **kwargs)
     try:
         return component.target(*positional, **kwargs)
-    # Constructors refuse values with these; a RuntimeError may as well be a bug in the user's code, which keeps its traceback.
-    except (ValueError, TypeError, ArithmeticError, MemoryError, RuntimeError, OSError) as error:
-        if isinstance(error, RuntimeError) and not _REFUSED.search(str(error)):
+    except Exception as error:
+        # Constructors refuse values with these; a RuntimeError may as well be a bug in the user's code, which keeps its traceback.
+        refuses = isinstance(error, ValueError | TypeError | ArithmeticError | MemoryError | OSError)
+        if not (refuses or (isinstance(error, RuntimeError) and _REFUSED.search(str(error)))):
             error.add_note(f"while {key} was built")
             raise
         reason = (str(error).strip() or "there is not enough memory for it").splitlines()[0]
-        argument = _refused(reason, component.arguments)
-        raise UserError(
-            f"{key}.{argument}".rstrip("."), f"{node['_target_']} refuses its arguments: {reason}"
-        ) from error
-    except Exception as error:
-        error.add_note(f"while {key} was built")
-        raise
+        argument = f"{key}.{_refused(reason, component.arguments)}".rstrip(".")
+        raise UserError(argument, f"{node['_target_']} refuses its arguments: {reason}") from error
 
 
 def _refused(reason: str, arguments: Mapping[str, Any]) -> str:

@@ -64,7 +64,6 @@ _MOST = {
     "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
 }  # fmt: skip
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
-_LONGEST_NAME = 200
 _NOT_OPENED = ("name", "tags", "notes", "logger")  # texts for people, and loggers, of which none that sends is kept
 
 
@@ -77,9 +76,8 @@ def problems_in_file(
     """
     # A name with .. or an absolute path could write outside `output_root`
     name = str(values.get("name"))
-    path = PurePath(name)
-    inside = path.parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
-    if name != str(composed["name"]) and not (inside and len(name) <= _LONGEST_NAME):
+    inside = (path := PurePath(name)).parts and not path.is_absolute() and ".." not in path.parts and name.isprintable()
+    if name != str(composed["name"]) and not (inside and len(name) <= 200):
         allowed = "a short name without .. and control characters, given on the command line: name=..."
         yield Problem("name", f"cannot be {shown(name)}", allowed)
     # Large numbers cost memory or time before anyone notices

@@ -63,11 +63,8 @@ def _untyped(section: type, key: str, value: Any, others: Iterable[str]) -> Prob
         beside = [other.removeprefix(key[:-8]) for other in others if other != key and key.endswith("._target_")]
         wrong = f", and '{close}' is not a key" if (close := nearest("_target_", beside)) else ""
         return Problem(key, f"is missing{wrong}", "package.module.Name" if key.endswith("._target_") else allowed)
-    if (
-        isinstance(value, bool)
-        and annotation not in (None, Any)
-        and bool not in map(keys.bare, keys.members(annotation))
-    ):
+    takes_bool = annotation in (None, Any) or bool in map(keys.bare, keys.members(annotation))
+    if isinstance(value, bool) and not takes_bool:
         return Problem(key, f"cannot be {shown(value)}", keys.describe(annotation))
     is_number = annotation is not Any or keys.within(key, _OF_NUMBERS)
     if is_number and any(isinstance(each, float) and not math.isfinite(each) for _, each in keys.walk(value)):

@@ -14,9 +14,9 @@ from torch import Tensor
 from runner.base.errors import FAILED, ConfigError, UserError
 from runner.checkpoint import find
 from runner.config import keys, stored
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.resolve import resolve_changes, resolve_config
+from runner.config.load import resolve_changes, resolve_config
 from runner.config.schema.verbs import Audit
 from runner.config.space import text_of
 from runner.config.validate import shown

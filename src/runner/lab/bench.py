@@ -20,9 +20,9 @@ from runner.base.errors import UserError, first_line
 from runner.base.files import write_json
 from runner.base.secrets import mask_words
 from runner.config import keys, sources
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.resolve import resolve_changes
+from runner.config.load import resolve_changes
 from runner.config.schema.verbs import Bench, Toggle
 from runner.config.space import text_of
 from runner.config.targets import called

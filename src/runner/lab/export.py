@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from runner.base.errors import FAILED, UserError, first_line
 from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.run.from_checkpoint import (
     MODEL,

@@ -18,7 +18,7 @@ from runner.base.errors import DiskFull, UserError
 from runner.base.files import write_atomically, write_json
 from runner.base.secrets import mask_words
 from runner.config import stored
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Profile
 from runner.data.workers import loader_in_ranges
 from runner.engine.callbacks import LINES, Log

@@ -17,8 +17,8 @@ from runner.base.errors import UserError
 from runner.checkpoint import find
 from runner.checkpoint.weights import loss_of, part_with, weights_of
 from runner.config import stored
-from runner.config.app import Composition
-from runner.config.resolve import resolve_config, resolve_with_checkpoint
+from runner.config.composition import Composition
+from runner.config.load import resolve_config
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Weights
 from runner.data.build import read_data
@@ -167,7 +167,7 @@ def resolve_checkpoint(
     # Other data has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
     text, where = found.contents["config"], str(found.path)
-    resolve = functools.partial(resolve_with_checkpoint, text, where, composition, schema, normalize=statistics)
+    resolve = functools.partial(stored.resolve_with_checkpoint, text, where, composition, schema, normalize=statistics)
     config, _ = resolve(builds=builds)
     with_data = functools.partial(resolve, builds=EVALUATED)
     which: Weights = getattr(config, "weights", "auto")
@@ -184,7 +184,7 @@ def config_and_checkpoint(
     if composition.values.get("ckpt_path") is None:
         return resolve_config(composition, schema), None
     found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer)
-    config, _ = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema)
+    config, _ = stored.resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema)
     return config, found
 
 

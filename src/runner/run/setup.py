@@ -20,10 +20,10 @@ from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.gone import words_without
 from runner.config.keys import key_of, within
-from runner.config.merge import settings_changed
+from runner.config.load import resolve_config, statistics_of_others
 from runner.config.output_folders import holds_run
-from runner.config.resolve import resolve_config, resolve_with_checkpoint, statistics_of_others
 from runner.config.schema.train import Train
+from runner.config.stored import resolve_with_checkpoint, settings_changed
 from runner.distributed.world import restarted
 from runner.run.directory import RunDirectory, slurm_job, unfinished
 

@@ -16,10 +16,9 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.base.secrets import mask_values, mask_words
 from runner.config import keys, overrides
 from runner.config.changes import changes_result
-from runner.config.command import Command
 from runner.config.composition import Composition
 from runner.config.keys import at, flatten, key_of, within
-from runner.config.resolve import problems_in
+from runner.config.load import Command, problems_in
 from runner.config.schema.train import Train
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.

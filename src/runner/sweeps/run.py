@@ -65,7 +65,7 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
     """
     named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
     # Hydra's key works too, but two folders cannot both be meant
-    places = [key for key in ("sweep.dir", "hydra.sweep.dir") if key in map(key_of, plan.command.checked.accepted)]
+    places = [key for key in ("sweep.dir", "hydra.sweep.dir") if key in map(key_of, plan.command.accepted)]
     if len(places) > 1:
         raise UserError("sweep.dir", "and hydra.sweep.dir are both given", "one of them")
     if named and new:

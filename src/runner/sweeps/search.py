@@ -24,9 +24,8 @@ from runner.base.files import write_atomically
 from runner.base.reading import read_summary
 from runner.base.secrets import mask_words
 from runner.config import overrides
-from runner.config.command import Command
 from runner.config.keys import OF_THE_SWEEP, is_of_hydra, key_of, within
-from runner.config.resolve import resolve_config
+from runner.config.load import Command, resolve_config
 from runner.config.schema.train import Train
 from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
@@ -231,10 +230,8 @@ def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Rang
     # Combinations are too many to check, so each end is tried with the first values of the others
     ends = [(key, word_of(key, end)) for key, each in space.items() for end in each.ends]
     checked = overrides.check_overrides([word for _, word in ends], command.schema, command.sources, False)
-    groups = command.sources.groups()
-    unknown = [overrides.unknown_key(key, word, command.schema, groups, []) for key, word in checked.unknown]
     try:
-        if problems := [*checked.problems, *unknown]:
+        if problems := [*checked.problems, *checked.unknown_keys()]:
             raise ConfigError(list({(each.key, each.message): each for each in problems}.values()))
         accepted = [(key, word) for (key, _), word in zip(ends, checked.accepted, strict=True)]
         first = dict(reversed(accepted))

@@ -28,7 +28,7 @@ from runner.verbs._job import run_job, status_of
 from runner.verbs._table import Verb
 
 if TYPE_CHECKING:
-    from runner.config.command import Command
+    from runner.config.load import Command
 
 _FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 _LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
@@ -91,14 +91,9 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
 
 def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
     """Run the jobs of a verb that takes a config; `one_process` unless torchrun or srun started several."""
-    from runner.config.command import opened
-    from runner.config.resolve import problems_without_imports
-    from runner.config.schema import VERBS as SCHEMAS
+    from runner.config.load import opened
 
-    schema = SCHEMAS[verb.name]
-    # Checks without imports take milliseconds, so a typing error in a key or value is reported before torch is loaded
-    problems_of = functools.partial(problems_without_imports, schema=schema)
-    with interruptible(), opened(verb.name, verb.expand_shorthand(argv), schema, problems_of) as command:
+    with interruptible(), opened(verb.name, verb.expand_shorthand(argv)) as command:
         if isinstance(command, int):
             return command
         try:
@@ -115,7 +110,8 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
                 return _run_each(verb, command)
             # Keys of sweeps would have no effect on a single run, and are probably a forgotten --multirun
             command.refuse_keys_of_sweeps("applies to a sweep, and this is a single run", "--multirun, or no such key")
-            if problems := problems_of(command.composition):
+            # Checks without imports take milliseconds, so a wrong key or value is reported before torch is loaded
+            if problems := command.problems_of(command.composition):
                 raise ConfigError(problems)
             # Standard output may be a pipe, and its last line is the run directory
             if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):

@@ -11,10 +11,10 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 
 from runner.base.errors import PREEMPTED, ConfigError, Problem, UserError
-from runner.config.command import Command
+from runner.config.app import REPLACED
 from runner.config.composition import Composition
-from runner.config.hydra_messages import REPLACED
 from runner.config.keys import walk, within
+from runner.config.load import Command
 from runner.config.output_folders import holds_run
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local

@@ -13,7 +13,7 @@ from torch import nn
 from runner.base.errors import UserError
 from runner.base.files import make_folder, write_json
 from runner.checkpoint.weights import weights_sha256
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Eval
 from runner.distributed.world import world
 from runner.engine.evaluation import evaluate

@@ -11,7 +11,7 @@ from runner.base.secrets import mask_words
 from runner.checkpoint import resume
 from runner.checkpoint.weights import loss_of
 from runner.config import stored
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import FindLr
 from runner.engine.position import Position
 from runner.run.describe import describe

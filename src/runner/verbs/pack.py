@@ -19,7 +19,7 @@ from runner.base.cores import cores
 from runner.base.errors import DataFailed, UserError
 from runner.base.files import write_atomically, write_json
 from runner.base.reading import is_url, read_json
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.sections import Data, Split
 from runner.config.schema.verbs import Pack
 from runner.config.validate import shown

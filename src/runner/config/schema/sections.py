@@ -8,7 +8,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, dataclass_transform
 
 import yaml
 from annotated_types import Ge, Gt, Le, Lt
@@ -32,11 +32,15 @@ class HasTarget:
     """Marks a mapping that must name what it builds under `_target_`."""
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """The base of all dataclasses of the config: no other keys, and a name such as 007 is text."""
+    """The base of the config: subclasses are frozen dataclasses, take no other keys, and a name such as 007 is text."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
     def _repr_html_(self) -> str:
         """The form for notebooks: the keys as YAML, secrets masked."""
@@ -49,7 +53,6 @@ class Section:
 Node = Annotated[dict[str, Any], HasTarget()]
 
 
-@dataclass(frozen=True, kw_only=True)
 class OptimizerExtras(Section):
     """Keys of `optimizer` in addition to the arguments of its target."""
 
@@ -59,14 +62,12 @@ class OptimizerExtras(Section):
     layer_decay: Annotated[float, Gt(0), Le(1)] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelExtras(Section):
     """Keys of `model` in addition to the arguments of its target."""
 
     head: Literal["linear", "none"] | list[Count] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class TeacherExtras(Section):
     """Keys of `task.teacher`, an option of `model`, in addition to the arguments of its target."""
 
@@ -91,7 +92,6 @@ def components_of(section: str, node: dict[str, Any]) -> dict[str, dict[str, Any
     return {f"{section}.{name}": each for name, each in node.items()} if several else {section: node}
 
 
-@dataclass(frozen=True, kw_only=True)
 class Normalize(Section):
     """Statistics that pixels in [0, 1] are normalised with; null means measured on the training split."""
 
@@ -99,7 +99,6 @@ class Normalize(Section):
     std: list[float] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Split(Section):
     """The splits of validation and test samples if the data set does not provide them."""
 
@@ -112,7 +111,6 @@ class Split(Section):
     group: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
 class Data(Section):
     """The source of the samples and their way to the device."""
 
@@ -173,7 +171,6 @@ class Data(Section):
         return self.batch_size
 
 
-@dataclass(frozen=True, kw_only=True)
 class Transform(Section):
     """Sample transforms run when a sample is read, batch transforms on the device, in the order listed; mixing comes last."""
 
@@ -184,26 +181,6 @@ class Transform(Section):
     mix: Node | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Clip(Section):
-    """Gradient clipping: by value first, then each unit by its weights, then all together by norm."""
-
-    norm: Annotated[float, Gt(0)] | None = None
-    value: Annotated[float, Gt(0)] | None = None
-    agc: Annotated[float, Gt(0)] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Averaging(Section):
-    """Settings of the averages of `ema` and `swa`."""
-
-    warmup: bool = True
-    lr_factor: Annotated[float, Ge(0)] | None = None
-    anneal_epochs: Count = 1
-    recalibrate_batches: Count | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Compiler(Section):
     """Settings of `compile`: arguments of torch.compile."""
 
@@ -212,7 +189,6 @@ class Compiler(Section):
     dynamic: bool | None = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Evaluate(Section):
     """When the validation split is evaluated, and how."""
 
@@ -222,7 +198,6 @@ class Evaluate(Section):
     test: bool = True
 
 
-@dataclass(frozen=True, kw_only=True)
 class Checkpoint(Section):
     """When checkpoints are written, which are kept, and what `best` means."""
 
@@ -235,80 +210,8 @@ class Checkpoint(Section):
     mode: Literal["min", "max"] | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Log(Section):
-    """Reading numbers from the device, showing and logging them, and drawing curves."""
-
-    every_steps: Count | Literal["auto"] = "auto"
-    progress: bool | Literal["auto"] = "auto"
-    utilization: bool | Literal["auto"] = "auto"
-    curves: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limit(Section):
-    """Batches to use of each epoch and of each evaluation; null means all."""
-
-    train_batches: Count | None = None
-    eval_batches: Count | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Watch(Section):
-    """Checks of every module during training."""
-
-    shapes: bool = False
-    finite: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fsdp(Section):
-    """Settings with which `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
-
-    reshard_after_forward: bool = True
-    blocks: list[str] | None = None
-    replicas: Count = 1
-
-
-@dataclass(frozen=True, kw_only=True)
 class Dist(Section):
     """Settings of the processes that work together on a run."""
 
     timeout_s: Annotated[float, Gt(0)] = 600.0
     find_unused_parameters: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep(Section):
-    """Settings of a sweep as a whole, which its jobs do not depend on."""
-
-    dir: str | None = None
-    new: bool = False
-    retry: Literal["failed", "never", "all"] = "failed"
-    ablate: Literal["all"] | list[str] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search(Section):
-    """Settings of `sweep=optuna`; any other key, such as `search.optimizer.lr`, is one of `space`."""
-
-    sampler: Literal["tpe", "random", "cmaes"] | None = None
-    trials: Count = 30
-    pruner: Literal["none", "median", "halving", "hyperband"] = "median"
-    warmup: NonNegative = 0
-    reduction: Annotated[int, Ge(2)] = 3
-    seeds: list[NonNegative] = field(default_factory=list)
-    jobs: Count | None = None
-    storage: str | None = None
-    space: dict[str, Any] = field(default_factory=dict)
-
-
-Warning_ = Literal["TERM", "USR1", "USR2"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slurm(Section):
-    """The behaviour of a run in a job of SLURM."""
-
-    signal: Warning_ | list[Warning_] | None = field(default_factory=lambda: ["TERM", "USR1", "USR2"])
-    requeue: bool = True

@@ -2,37 +2,107 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Strict
 
 from runner.config.schema.sections import (
-    Averaging,
     Checkpoint,
-    Clip,
     Compiler,
     Count,
     Data,
     Dist,
     Evaluate,
-    Fsdp,
     Init,
-    Limit,
-    Log,
     Node,
     NonNegative,
-    Search,
     Section,
-    Slurm,
-    Sweep,
     Transform,
-    Watch,
 )
 
+Warning_ = Literal["TERM", "USR1", "USR2"]
 
-@dataclass(frozen=True, kw_only=True)
+
+class Clip(Section):
+    """Gradient clipping: by value first, then each unit by its weights, then all together by norm."""
+
+    norm: Annotated[float, Gt(0)] | None = None
+    value: Annotated[float, Gt(0)] | None = None
+    agc: Annotated[float, Gt(0)] | None = None
+
+
+class Averaging(Section):
+    """Settings of the averages of `ema` and `swa`."""
+
+    warmup: bool = True
+    lr_factor: Annotated[float, Ge(0)] | None = None
+    anneal_epochs: Count = 1
+    recalibrate_batches: Count | None = None
+
+
+class Limit(Section):
+    """Batches to use of each epoch and of each evaluation; null means all."""
+
+    train_batches: Count | None = None
+    eval_batches: Count | None = None
+
+
+class Log(Section):
+    """Reading numbers from the device, showing and logging them, and drawing curves."""
+
+    every_steps: Count | Literal["auto"] = "auto"
+    progress: bool | Literal["auto"] = "auto"
+    utilization: bool | Literal["auto"] = "auto"
+    curves: bool = True
+
+
+class Watch(Section):
+    """Checks of every module during training."""
+
+    shapes: bool = False
+    finite: bool = False
+
+
+class Fsdp(Section):
+    """Settings with which `strategy=fsdp` divides weights, gradients and optimizer state among the processes."""
+
+    reshard_after_forward: bool = True
+    blocks: list[str] | None = None
+    replicas: Count = 1
+
+
+class Sweep(Section):
+    """Settings of a sweep as a whole, which its jobs do not depend on."""
+
+    dir: str | None = None
+    new: bool = False
+    retry: Literal["failed", "never", "all"] = "failed"
+    ablate: Literal["all"] | list[str] | None = None
+
+
+class Search(Section):
+    """Settings of `sweep=optuna`; any other key, such as `search.optimizer.lr`, is one of `space`."""
+
+    sampler: Literal["tpe", "random", "cmaes"] | None = None
+    trials: Count = 30
+    pruner: Literal["none", "median", "halving", "hyperband"] = "median"
+    warmup: NonNegative = 0
+    reduction: Annotated[int, Ge(2)] = 3
+    seeds: list[NonNegative] = field(default_factory=list)
+    jobs: Count | None = None
+    storage: str | None = None
+    space: dict[str, Any] = field(default_factory=dict)
+
+
+class Slurm(Section):
+    """The behaviour of a run in a job of SLURM."""
+
+    signal: Warning_ | list[Warning_] | None = field(default_factory=lambda: ["TERM", "USR1", "USR2"])
+    requeue: bool = True
+
+
 class Train(Section):
     """The config of `train`; the top-level keys are those that people type every day."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -15,7 +15,6 @@ View = Literal["flip", "hflip", "vflip", "rotations", "shifts", "scales", "five_
 TtaMean = Literal["logits", "probabilities"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Audit(Train):
     """Keys of `audit`: how many steps are compared, under which settings, or which two checkpoints are."""
 
@@ -43,7 +42,6 @@ Toggle = Literal[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Bench(Train):
     """Keys of `bench`: what is compared with what, and how long that may take."""
 
@@ -55,7 +53,6 @@ class Bench(Train):
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Check(Train):
     """Keys of `check`: which checks are made, on how much, and what counts as failed."""
 
@@ -66,7 +63,6 @@ class Check(Train):
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Eval(Train):
     """Keys of `eval`: the split to evaluate, with which weights, the views that are averaged, and where to write the result."""
 
@@ -81,7 +77,6 @@ class Eval(Train):
 Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Export(Train):
     """Keys of `export`: the formats, what goes into them, and how closely they have to agree with the model."""
 
@@ -94,7 +89,6 @@ class Export(Train):
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class FindLr(Train):
     """Keys of `find-lr`: how many steps it takes, the first rate and the last one, and where to write."""
 
@@ -105,7 +99,6 @@ class FindLr(Train):
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Pack(Train):
     """Keys of `pack`: where it writes, how many samples a shard has, and the size of images."""
 
@@ -123,7 +116,6 @@ FEATURE_FILES = (".npz", ".safetensors")
 """Endings of a file of features."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Inspect(Train):
     """Keys of `inspect`: which parts of a model are looked at, and which features are written."""
 
@@ -137,7 +129,6 @@ class Inspect(Train):
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Predict(Train):
     """Keys of `predict`: the images, what is said of each, and where it is written."""
 
@@ -155,7 +146,6 @@ class Predict(Train):
     json: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
 class Profile(Train):
     """Keys of `profile`: how many steps are measured, how long that may take, and where to write."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from runner.base import durations
 from runner.base.errors import FAILED, ConfigError, Problem, UserError, nearest
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Check as Settings
 from runner.lab.check import checks
 from runner.lab.check.context import OF_DATA, CheckContext

@@ -16,8 +16,8 @@ from runner.base.errors import UserError
 from runner.base.files import write_json
 from runner.base.secrets import mask_words
 from runner.checkpoint import find, resume
-from runner.config.app import Composition
-from runner.config.resolve import resolve_config
+from runner.config.composition import Composition
+from runner.config.load import resolve_config
 from runner.config.rules import never_evaluates
 from runner.config.schema.sections import Transform, components_of
 from runner.config.schema.verbs import FEATURE_FILES, Inspect

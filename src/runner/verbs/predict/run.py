@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.base.files import write_atomically
-from runner.config.app import Composition
+from runner.config.composition import Composition
 from runner.config.schema.verbs import Predict
 from runner.config.validate import shown
 from runner.data.loaders import Batch

@@ -1,0 +1,398 @@
+"""From the words after a verb to the validated config, in the order in which it happens.
+
+`opened` reads Hydra's grammar and composes the first job; `problems_in` is the one validation: types and ranges, rules between
+keys, components, and where each mistake came from. Only components need torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.base import slurm
+from runner.base.errors import ConfigError, Problem, UserError, nearest
+from runner.config import keys, overrides
+from runner.config.app import application, as_problem, merged_once, show
+from runner.config.composition import Composition
+from runner.config.frozen import to_plain, with_changes
+from runner.config.gone import explained
+from runner.config.keys import OF_THE_SWEEP, key_of, says, within
+from runner.config.output_folders import in_sweep, not_folders
+from runner.config.overrides import CheckedOverrides, check_overrides, parse_flags
+from runner.config.rules import conflicts
+from runner.config.schema import VERBS
+from runner.config.schema.sections import Normalize
+from runner.config.schema.train import Train
+from runner.config.sources import Sources, searchpath_folder, text_of
+from runner.config.space import with_space
+from runner.config.targets import FACTS, bind, preferred_data, targets_in
+from runner.config.validate import nodes, shown, typed
+from runner.config.yaml_files import compose as compose_yaml
+from runner.config.yaml_files import walk
+
+T = TypeVar("T", bound=Train)
+
+PREPARATION = ("image_size", "normalize")
+"""Keys of `data` that trained weights of a model can ask for."""
+_IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line with its first job composed; inside `opened`, it composes others."""
+
+    schema: type[Train]  # of the verb
+    flags: argparse.Namespace  # those of Hydra
+    accepted: list[str]  # the overrides, as Hydra is given them
+    sources: Sources
+    composition: Composition
+    cfg: DictConfig  # the composition with `hydra`
+
+    @property
+    def is_sweep(self) -> bool:
+        """Tell whether there are several jobs: by the flag, or by a selected preset."""
+        return bool(self.flags.multirun) or str(self.cfg.hydra.mode or "").endswith("MULTIRUN")
+
+    def problems_of(self, composition: Composition) -> list[Problem]:
+        """The problems of a job that are known without torch."""
+        return problems_without_imports(composition, self.schema)
+
+    def composed(self, words: Sequence[str]) -> Composition:
+        """The composition of a job with other overrides."""
+        checked, known = CheckedOverrides([*words]), list(keys.flatten(self.composition.values))
+        return compose(self.composition.primary, checked, self.sources, also=self.problems_of, known=known)[0]
+
+    def chosen(self, group: str) -> str:
+        """The option of a group of Hydra's own."""
+        return str(self.cfg.hydra.runtime.choices.get(group))
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides without those about the sweep as a whole."""
+        return [word for word in self.accepted if not _is_about_sweep(word)]
+
+    @property
+    def place(self) -> Path | None:
+        """The folder of the sweep, if `sweep.dir` or `hydra.sweep.dir` names one."""
+        named = [word for word in self.accepted if key_of(word) == "hydra.sweep.dir"]
+        given = named[-1].split("=", 1)[1].strip("'\"") if named else self.composition.values["sweep"]["dir"]
+        return Path(str(given)) if given is not None else None
+
+    @property
+    def flags_of_jobs(self) -> list[str]:
+        """The flags, as far as one job alone needs them."""
+        named = {"--config-dir": self.flags.config_dir, "--config-name": self.flags.config_name}
+        return [f"{flag}={value}" for flag, value in named.items() if value]
+
+    def refuse_keys_of_sweeps(self, why: str, allowed: str) -> None:
+        """Refuse keys about a sweep as a whole; raises `UserError` for the first one."""
+        for key in (key_of(word) for word in self.accepted if _is_about_sweep(word)):
+            # One that is gone from sweeps too has its own advice
+            problem = explained(Problem(key, why, "sweep=optuna too" if key.startswith("search.") else allowed))
+            raise UserError(problem.key, problem.message, problem.allowed)
+
+
+def _is_about_sweep(word: str) -> bool:
+    """Tell whether an override sets a key about a sweep as a whole; `sweep=PRESET` selects a preset, and is not one."""
+    return within(key := key_of(word), OF_THE_SWEEP) and key != "sweep"
+
+
+@contextlib.contextmanager
+def opened(verb: str, argv: Sequence[str]) -> Iterator[Command | int]:
+    """Parse, check and compose a command line, with Hydra set up to compose further jobs.
+
+    Yields the exit status instead if the command line asks Hydra to show something.
+
+    Raises:
+        ConfigError: with every problem found in the overrides and the composition.
+        UserError: for a flag that Hydra does not have, or one that is refused.
+    """
+    schema = VERBS[verb]
+    flags = parse_flags(argv, [*keys.all_keys(schema), *Sources().groups()])
+    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    if flags.resolve and not shows:
+        raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
+    sources = sources_of(flags)
+    # A file of the user with the name of a shipped one would silently have no effect
+    for path in sources.hidden():
+        print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
+    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
+    checked = check_overrides(flags.overrides, schema, sources, several)
+    # Flags that only show something go to Hydra, once the overrides are known to be right
+    if shows:
+        if problems := [*checked.problems, *checked.unknown_keys()]:
+            raise ConfigError(problems)
+        yield show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
+        return
+    primary = (flags.config_name or verb).removesuffix(".yaml")
+    also = functools.partial(problems_without_imports, schema=schema)
+    # Jobs of a sweep differ in a few words, so what they share is merged once
+    with application(verb, sources), merged_once() if several else contextlib.nullcontext():
+        composition, cfg = compose(primary, checked, sources, also=also)
+        yield Command(schema, flags, checked.accepted, sources, composition, cfg)
+
+
+def sources_of(flags: argparse.Namespace) -> Sources:
+    """The folders of configs that a command line names."""
+    folders = [Path(flags.config_dir)] if flags.config_dir else []
+    for word in flags.overrides:
+        if word.lstrip("+").startswith("hydra.searchpath="):
+            entries = yaml.safe_load(word.split("=", 1)[1])
+            folders += [path for entry in entries or [] if (path := searchpath_folder(str(entry)))]
+    return Sources(folders)
+
+
+def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
+    """Tell whether a mode of Hydra or a selected preset turns a plain call into a sweep."""
+    plain = [word.replace(" ", "") for word in words]
+    presets = [word.split("=", 1)[1] for word in words if word.lstrip("+").startswith("sweep=")]
+    options = [option for name in presets if (option := sources.option("sweep", name)) is not None]
+    sweeps = "hydra.mode=MULTIRUN" in plain or any("MULTIRUN" in text_of(option.path) for option in options)
+    return sweeps and "hydra.mode=RUN" not in plain
+
+
+def compose(
+    primary: str,
+    checked: CheckedOverrides,
+    sources: Sources,
+    *,
+    also: Callable[[Composition], list[Problem]],
+    known: Sequence[str] = (),
+) -> tuple[Composition, DictConfig]:
+    """Compose the first job inside `application`, before folders are made, callbacks run and loggers are built.
+
+    Args:
+        primary: name of the primary config.
+        checked: the overrides.
+        sources: the folders of configs.
+        also: finds problems of the composition, to be told with those that were found before.
+        known: keys that an error of Hydra about another key may suggest.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    # Problems are collected, so that one start shows all of them
+    problems, failure = [*checked.problems, *not_folders(checked.accepted)], list[Problem]()
+    if sources.primary(primary) is None:
+        names = sorted(path.stem for folder in sources.folders for path in folder.glob("*.yaml"))
+        message, close = f"there is no config '{primary}'", nearest(primary, names)
+        raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
+    # A sweep is checked by its first job before a folder is made.
+    words, names = overrides.first_of_sweeps(checked.accepted), [*known]
+    canonical = overrides.canonical(word for word in words if not keys.is_of_hydra(word))
+    composition = Composition({}, canonical, {}, sources, primary)
+    try:
+        # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
+        deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
+        # A checkpoint may have these keys, or may have had them
+        added = [f"++{key}={{}}" for key in deleted] if "ckpt_path" in map(key_of, words) else []
+        app: Any = GlobalHydra.instance().hydra
+        cfg: DictConfig = app.compose_config(primary, [*added, *words], RunMode.RUN)
+        names = [key for key in keys.flatten(OmegaConf.to_container(cfg, resolve=False)) if key[:6] != "hydra."]
+        choices = {str(group): name for group, name in cfg.hydra.runtime.choices.items()}
+        if choices.get("hydra/sweeper") == "basic":
+            problems += overrides.intervals(checked.accepted)
+        chosen = {group: str(name) for group, name in choices.items() if name is not None and "hydra/" not in group}
+        run_dir = Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None
+        composition = dataclasses.replace(composition, group_choices=chosen, run_dir=run_dir)
+        composition = dataclasses.replace(composition, values=_plain(cfg))
+    except ConfigError as error:
+        failure = list(error.problems)
+    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+        failure = [as_problem(error, names)]
+        if composition.group_choices:  # it is composed, and a value of it cannot be resolved
+            failure = composition.with_origins(failure)
+    # Unknown keys wait until here: the nearest key may be one of a component that this config selects.
+    problems += checked.unknown_keys(names)
+    if failure:
+        raise ConfigError([*problems, *failure])
+    # A run inside a sweep's folder that resumes is a job of it
+    if composition.run_dir is not None and in_sweep(composition.run_dir) and composition.resumes:
+        composition = dataclasses.replace(composition, job_dir=composition.run_dir)
+    # Words without effect are probably mistakes, so they are refused too
+    problems += overrides.without_effect(checked.accepted)
+    if problems:
+        raise ConfigError([*problems, *also(composition)])
+    return composition, cfg
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    """A config without `hydra` as plain containers, interpolations resolved."""
+    plain = dict[str, Any]()
+    for name in (str(name) for name in cfg if name != "hydra"):
+        value = "???" if OmegaConf.is_missing(cfg, name) else cfg[name]
+        plain[name] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    if isinstance(plain.get("search"), dict):
+        plain["search"] = with_space(plain["search"])
+    return plain
+
+
+def problems_in(
+    values: dict[str, Any],
+    composition: Composition,
+    schema: type[T],
+    *,
+    where: str = "",
+    builds: Sequence[str] | None = None,
+    imports: bool = True,
+) -> tuple[T | None, list[Problem]]:
+    """Validate plain values: types, ranges, rules between keys, and the signature of every component that is built.
+
+    Args:
+        values: of the config.
+        composition: the command line, for the origins of problems.
+        schema: of the verb.
+        where: path of the checkpoint that the values come from, if they do.
+        builds: the sections of components that are built; None means all.
+        imports: False skips what imports components, and with them torch, which takes seconds.
+
+    Returns:
+        The config, or None where a value has the wrong type, and the problems. A number under `lr` is moved to `optimizer.lr`.
+    """
+    config, problems = typed(schema, values)
+    if config is not None:
+        problems += [*conflicts(config), *two_rates(values, composition.overrides)]
+        # `lr` is short for `optimizer.lr`, and from here on only the long form exists
+        if isinstance(config.lr, float):
+            config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
+    # Each component is compared with the signature of what it names, before anything is built
+    for key, node in nodes(schema, values) if imports else ():
+        if (builds is None or within(key, builds)) and isinstance(node, dict) and isinstance(node.get("_target_"), str):
+            section = key if key in FACTS else key.split(".")[0]
+            problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"))
+    # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
+    left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
+    problems = [each for each in problems if not (each.kind == "argument" and each.key in left_over)]
+    problems = [_of_an_option(problem, composition) for problem in problems]
+    if imports and config is not None and not (problems or where or may_resume(composition)):
+        problems = statistics_of_others(config, composition)
+    return config, composition.with_origins(problems, where)
+
+
+def problems_without_imports(composition: Composition, schema: type[T]) -> list[Problem]:
+    """The problems of a command line that are known before torch is imported.
+
+    Where a checkpoint has the last say on the config, these are the values on the command line of a wrong type.
+    """
+    config, problems = problems_in(composition.values, composition, schema, imports=False)
+    if not may_resume(composition):
+        return problems
+    given = set(map(key_of, composition.overrides))
+    return [problem for problem in problems if config is None and problem.key in given]
+
+
+def may_resume(composition: Composition) -> bool:
+    """Tell whether a checkpoint may have the last say on the config."""
+    return composition.values.get("ckpt_path") is not None or composition.resumes or slurm.restarted()
+
+
+def two_rates(values: dict[str, Any], words: Sequence[str]) -> list[Problem]:
+    """A problem if the command line gives both `lr` and `optimizer.lr`."""
+    named = {key_of(word): word.partition("=")[2] for word in words}
+    if values.get("lr") is None or named.get("lr", "null") == "null" or "optimizer.lr" not in named:
+        return []
+    return [Problem("lr", f"is {named['lr']}, and optimizer.lr is given too", "one of them")]
+
+
+def statistics_of_others(config: Train, composition: Composition) -> list[Problem]:
+    """A problem if images would be normalised with the numbers that a file gives for other data than those that are read."""
+    data, origin = config.data, composition.origin("data.normalize.mean")
+    mean, composed = data.normalize.mean, keys.at(composition.values, "data.normalize.mean")
+    # ImageNet's numbers are for photographs of any data set
+    of_any = mean in (None, _IMAGENET) or mean != composed or data.images == []
+    if of_any or not origin or says("data.normalize", composition.overrides):
+        return []
+    file, read = Path(origin.rpartition(":")[0]), {target for _, target in targets_in(data.dataset)}
+    targets = ("dataset._target_", "data.dataset._target_")
+    own = {str(node.value) for name, _, node in walk(compose_yaml(file)) if name in targets}
+    # Another class around the same data has the same numbers, and those of trained weights replace them
+    if not own or own & read or with_preferred_data(config, composition.overrides).data.normalize != data.normalize:
+        return []
+    problem = f"has the numbers of {file.parent.name}={file.stem}, and '{data.dataset['_target_']}' reads other data"
+    allowed = "data=own, or data.normalize.mean and data.normalize.std of these data"
+    return [Problem("data.normalize", problem, allowed, origin=origin)]
+
+
+def _of_an_option(problem: Problem, composition: Composition) -> Problem:
+    """Say what to do about a key that an option brings or should bring.
+
+    A new `_target_` may not take the arguments of the option, and keys of a callback or logger need its option.
+    """
+    section = problem.key.rpartition(".")[0]
+    # A key that belonged to the option is a leftover once another class was put into it
+    if problem.kind == "argument" and says(f"{section}._target_", composition.overrides):
+        if says(problem.key, composition.overrides):
+            return problem
+        chosen = composition.group_choices.get(section)
+        owner = f"{section}={chosen}" if chosen else f"the former {section}._target_"
+        allowed = f"~{problem.key} too, as it is an argument of {owner}"
+        return dataclasses.replace(problem, allowed=allowed, nearest="")
+    group, _, name = problem.key.partition(".")
+    is_node = group in ("callbacks", "logger") and "names nothing to build" in problem.message
+    if not is_node or composition.sources.option(group, name) is None:
+        return problem
+    chosen = composition.group_choices.get(group, "none")
+    several = name if chosen in ("none", "default") else f"'[{chosen},{name}]'"
+    allowed = f"{group}={several}, or no key of {problem.key}"
+    return dataclasses.replace(problem, message=f"has keys, but {group}={name} is not selected", allowed=allowed)
+
+
+def validated(values: dict[str, Any], composition: Composition, schema: type[T], **options: Any) -> T:
+    """The config of plain values; arguments as `problems_in` takes them. Raises `ConfigError` with every problem there is."""
+    config, problems = problems_in(values, composition, schema, **options)
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config
+
+
+def resolve_config(composition: Composition, schema: type[T]) -> T:
+    """The validated config of a command line. Raises `ConfigError` with every problem there is."""
+    config = validated(composition.values, composition, schema)
+    return config if config.ckpt_path is not None else with_preferred_data(config, composition.overrides)
+
+
+def with_preferred_data(config: T, words: Sequence[str]) -> T:
+    """Prepare images as the trained weights of the model expect them, unless the command line says otherwise."""
+    mean = config.data.normalize.mean
+    wanted = preferred_data(config.model, grey=mean is not None and len(mean) == 1)
+    if "normalize" in wanted:
+        wanted["normalize"] = Normalize(**wanted["normalize"])
+    chosen = [name for name in PREPARATION if name in wanted and not says(f"data.{name}", words)]
+    return with_changes(config, {f"data.{name}": wanted[name] for name in chosen})
+
+
+def resolve_changes(
+    config: T, changes: Mapping[str, Any], composition: Composition, prefix: str = ""
+) -> tuple[T | None, list[Problem]]:
+    """The config with other values under dotted keys, validated, and the problems that they cause.
+
+    `prefix` says where the keys stand on the command line, such as `vary.`.
+
+    Raises:
+        UserError: if a key lies inside what is not a section.
+    """
+    values = to_plain(config)
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        section = values
+        for part in path:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise UserError(prefix + key, f"does not exist here, as {part} is {shown(section)}")
+        section[last] = copy.deepcopy(value)
+    return problems_in(values, composition, type(config))

@@ -1,0 +1,104 @@
+"""A run is composed once, jobs of a sweep share what is merged, and Hydra builds nothing for itself."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra._internal import config_loader_impl
+from hydra._internal.hydra import Hydra
+from runs_that_ended_early import lay_down
+
+from runner.config.app import application, merged_once
+from runner.config.load import compose as compose_first
+from runner.config.overrides import check_overrides
+from runner.config.schema import VERBS
+from runner.config.sources import Sources
+from runner.run import setup
+
+SMALL = (
+    *("threads=1", "logger=none", "log.progress=false", "log.curves=false", "data=synthetic"),
+    *("data.dataset.samples=32", "data.image_size=8", "model=mlp", "max_steps=1", "evaluate.test=false"),
+)
+EVIL = """# @package _global_
+hydra:
+  callbacks: {x: {_target_: os.mkdir, path: hacked}}
+  launcher: {_target_: os.mkdir}
+  sweeper: {_target_: os.mkdir}
+  job_logging: {version: 1, formatters: {x: {'()': os.mkdir, path: hacked}}}
+  hydra_logging: {handlers: {x: {class: logging.FileHandler, filename: hacked}}}
+"""
+JOBS = (
+    ["model=mlp", "seed=1"],
+    ["model=mlp", "seed=2", "optimizer.lr=0.5"],
+    ["model=small_cnn", "+amp=true", "~logger"],
+    ["model=mlp", "hydra.searchpath=[file://mine]", "data=small"],
+    ["model=mlp", "seed=3"],
+)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
+    """The calls of a function, which go on as before."""
+    calls, real = list[Any](), getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *given, **named: (calls.append(given), real(*given, **named))[1])
+    return calls
+
+
+def test_a_run_is_composed_once(compose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    composed = counting(monkeypatch, Hydra, "compose_config")
+    assert compose("seed=12345").values["seed"] == 12345
+    assert len(composed) == 1
+
+
+def test_a_command_is_resolved_once_to_be_compared_with_earlier_runs(
+    compose: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lay_down(workdir / "outputs/digits")
+    resolved = counting(monkeypatch, setup, "resolve_config")
+    assert setup.to_continue(compose("resume=auto", "seed=7")) == (None, [])
+    assert len(resolved) == 1
+
+
+def composed(sources: Sources, words: list[str]) -> Any:
+    """What the words of a job amount to, and the whole config of Hydra."""
+    checked = check_overrides(words, VERBS["train"], sources, False)
+    return compose_first("train", checked, sources, also=lambda _: [])
+
+
+def test_what_is_merged_once_is_what_hydra_composes(workdir: Path) -> None:
+    (workdir / "mine" / "data").mkdir(parents=True)
+    (workdir / "mine" / "data" / "small.yaml").write_text("# Mine.\ndefaults:\n  - digits\n  - _self_\nbatch_size: 8\n")
+    sources = Sources([workdir / "mine"])
+
+    def call() -> list[Any]:
+        with application("train", sources):
+            return [(copy.deepcopy(job), cfg.hydra.overrides.task) for job, cfg in (composed(sources, w) for w in JOBS)]
+
+    plain, before = call(), config_loader_impl.create_defaults_list
+    with merged_once():
+        assert call() == plain
+        assert call() == plain
+    assert config_loader_impl.create_defaults_list is before
+    assert [job.values["seed"] for job, _ in plain] == [1, 2, 0, 0, 3]
+
+
+def test_a_job_does_not_change_what_the_next_one_gets(workdir: Path) -> None:
+    with application("train", Sources()), merged_once():
+        composed(Sources(), ["model=mlp"])[1].optimizer.lr = -1
+        assert composed(Sources(), ["model=mlp"])[0].values["optimizer"]["lr"] > 0
+
+
+@pytest.mark.parametrize("words", [(), ("seed=1,2", "--multirun"), ("--cfg", "job")], ids=["run", "sweep", "shown"])
+def test_a_folder_of_configs_has_hydra_build_nothing(words, accepted: Any, workdir: Path) -> None:
+    path = Path("theirs/experiment/nice.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text(EVIL)
+    accepted("train", "--config-dir=theirs", "experiment=nice", *SMALL, *words)
+    assert not (workdir / "hacked").exists()
+
+
+def test_versions_of_hydra_with_published_vulnerabilities_are_not_installed() -> None:
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
+    assert '"hydra-core>=1.3.8"' in text
