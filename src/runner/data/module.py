@@ -147,10 +147,8 @@ class LoaderBuilder:
         """A split for training, or for evaluations, which neither shuffle nor augment."""
         (dataset, indices), config, data = self.parts[name], self.config, self.config.data
         key, nodes = ("train", config.transform.train) if training else ("eval", config.transform.eval)
-        steps, memory = callables(f"transform.{key}", nodes), config.channels_last
-        pipeline = Pipeline(
-            steps, self.mean, self.std, config.seed, self.device, channels_last=memory, dtype=self._dtype
-        )
+        steps, memory = callables(f"transform.{key}", nodes), {"channels_last": config.channels_last}
+        pipeline = Pipeline(steps, self.mean, self.std, config.seed, self.device, **memory, dtype=self._dtype)
         wide = not self.pairs and self._dtype == torch.float64
         prepare = Fields(["0"] if data.images is None else data.images, pipeline, wide)
         mix = self.mixing if training else None

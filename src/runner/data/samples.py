@@ -134,7 +134,8 @@ def read_sample(
         if (path := path_of(dataset, index)) is not None and path not in why:
             name = f"{name}, {path},"
         if transforming:
-            raise UserError("transform.sample_train, transform.sample_eval", f"cannot take {name}: {why}") from error
+            keys, allowed = "transform.sample_train, transform.sample_eval", "transforms that accept every sample"
+            raise UserError(keys, f"cannot take {name}: {why}", allowed) from error
         raise UserError("data.dataset", f"{name} cannot be read: {why}", _SKIP) from error
 
 
@@ -197,7 +198,7 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
     images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
     # Stacking would fail with sizes that say nothing about the cause
     size = "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)"
-    for what, tensors, allowed in (("images", images, size), ("targets", targets, "")):
+    for what, tensors, allowed in (("images", images, size), ("targets", targets, "targets of one shape")):
         if len(shapes := sorted({tuple(tensor.shape) for tensor in tensors})) > 1:
             problem = f"{what} of one batch have different shapes, such as {shapes[0]} and {shapes[1]}"
             raise UserError("data.dataset", problem, allowed)
@@ -255,7 +256,8 @@ def as_target(target: Any) -> Tensor:
     try:
         tensor = torch.as_tensor(target)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError("data.dataset", f"a target is {str(target)[:80]!r}, which is not a number") from error
+        problem = f"a target is {str(target)[:80]!r}, which is not a number"
+        raise UserError("data.dataset", problem, "class numbers, or numbers to regress") from error
     if tensor.dtype in _WIDE_UNSIGNED:
         return tensor.long()
     return tensor.float() if tensor.is_floating_point() else tensor
