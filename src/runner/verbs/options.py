@@ -9,7 +9,6 @@ from typing import NamedTuple
 from runner.base.errors import UserError, nearest
 from runner.base.files import write_atomically
 from runner.config.sources import Option, Sources, text_of
-from runner.config.yaml_files import compose, walk
 from runner.verbs._folders import sources_and_words, split_words
 from runner.verbs._table import VERBS
 
@@ -117,7 +116,6 @@ def _explained(key: str, sources: Sources) -> list[str]:
     Raises:
         UserError: if there is no such key.
     """
-    # Nothing but the standard library is imported for files.
     from runner.config import keys
     from runner.config.schema import VERBS as SCHEMAS
 
@@ -150,6 +148,8 @@ def _commented(sources: Sources) -> Iterator[Commented]:
 
 
 def _read(path: Path, section: str, option: str) -> Iterator[Commented]:
+    from runner.config.yaml_files import compose, walk  # imports PyYAML, which `list` does without
+
     lines, last = text_of(path).splitlines(), -1
     for name, key, value in walk(compose(path)):
         # Items of lists have no comment, nor have keys that share the line of another.

@@ -19,7 +19,7 @@ from tiny_runs import TINY
 import runner
 from runner.lab.report.page import content_of
 from runner.sweeps.ledger import Ledger
-from runner.sweeps.rows import JobRow
+from runner.sweeps.rows import JobRow, rows_in
 from runner.sweeps.table import look, print_table, summarise
 from runner.tracking.console import Console
 
@@ -71,7 +71,7 @@ def table_text(rows: list[JobRow]) -> str:
 
 def states(folder: Path) -> dict[str, str]:
     """The state of each run in the table of the sweep, after it was seen to be the same in the other two."""
-    found = {row.job: row.status for row in summarise(folder, write=False)}
+    found = {row.job: row.status for row in rows_in(folder)}
     view = look(folder)
     assert {row.job: row.status for row in view.rows} == found
     text = "\n".join(live_text(folder, 80))
@@ -145,7 +145,7 @@ def test_a_state_is_told_from_the_others(tmp_path: Path, content: Any, status: s
     if content is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     assert states(tmp_path) == {"0": "finished", "1": status}
-    assert reason in table_text(summarise(tmp_path, write=False))
+    assert reason in table_text(rows_in(tmp_path))
     assert reason in str(runner.runs(tmp_path)[1].error)
 
 
