@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import random
 import shlex
-import signal
 import tarfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,6 @@ import torch
 from drawn_objects import read_coco
 from extended import MARK, some
 from extras import needs
-from forked import ForkedProgram
 from PIL import Image
 from tar_files import Members, cls, encoded, samples, write_tar
 
@@ -384,28 +380,3 @@ def test_the_printed_command_trains_on_boxes_and_keeps_indexes(
     kept[0].unlink()
     accepted("eval", f"ckpt_path={result.directory}", "split=val")
     assert len(list((workdir / "kept").glob("*.index"))) == 1, "an evaluation keeps none"
-
-
-@MARK
-def test_a_pack_of_masks_that_is_killed_and_goes_on_has_the_bytes_of_an_undisturbed_one(workdir: Path) -> None:
-    drawn_masks.draw(workdir / "shapes", 40, 3)
-
-    def begun(output: str) -> ForkedProgram:
-        return ForkedProgram(["pack", *MASKS, "shard_samples=1", f"output={output}", "workers=2"])
-
-    def content(folder: str) -> dict[str, bytes]:
-        paths = [path for path in Path(folder).rglob("*") if path.is_file() and path.name != ".pack.json.lock"]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-    assert begun("whole").wait(120) == 0
-    struck = 0
-    for turn in range(3):
-        program = begun("out")
-        while program.poll() is None and len(list(Path("out").glob("train/*.tar"))) < 1 + 12 * turn:
-            time.sleep(0.001)
-        time.sleep(random.uniform(0, 0.02))
-        program.kill()
-        struck += program.wait(60) == -signal.SIGKILL
-    assert struck
-    assert begun("out").wait(120) == 0
-    assert content("out") == content("whole")

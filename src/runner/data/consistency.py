@@ -38,7 +38,7 @@ def known_targets(
         if targets.ndim == 0 or len(targets) != samples:
             count = "one entry" if targets.ndim == 0 else f"{len(targets)} entries"
             problem = f"its attribute targets has {count} for {samples} samples of '{name}'"
-            raise UserError("data.dataset", problem)
+            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
         # One sample tells whether the attribute is in the order of the samples.
         listed = targets[index]
         if listed.shape == read.shape and torch.allclose(listed.double(), read.double(), equal_nan=True):
@@ -58,7 +58,7 @@ def check_classes(parts: Parts, classes: Sequence[str]) -> None:
         for number, (one, other) in enumerate(zip(classes, theirs, strict=False)):
             if one != other:
                 problem = f"class {number} is '{other}' in '{name}' and '{one}' in 'train'"
-                raise UserError("data.dataset", f"{problem}, so class numbers differ in meaning")
+                raise UserError("data.dataset", problem, "the same classes in the same order in every split")
 
 
 def class_counts(targets: Tensor, classes: int) -> Tensor:
@@ -73,7 +73,7 @@ def check_images(examples: Examples) -> None:
     for name, (image, _) in examples.items():
         if len(image) != len(first):
             problem = f"images of '{name}' have {len(image)} channels, and those of 'train' {len(first)}"
-            raise UserError("data.dataset", problem)
+            raise UserError("data.dataset", problem, "images with the same channels in every split")
     # Bytes are divided by 255 and floats are not, so splits of both kinds agree only if the floats end at 1.
     of_bytes = next((name for name, (image, _) in examples.items() if image.dtype == torch.uint8), None)
     for name, (image, _) in examples.items():

@@ -64,7 +64,7 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
         targets = targets_of(source) if split.stratified else None
         if targets is not None and len(targets) != n:
             problem = f"its attribute targets has {len(targets)} entries for {n} samples of 'train'"
-            raise UserError("data.dataset", problem)
+            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
         groups = _numbered(groups_of(source, split.group)) if split.group is not None else None
         for name, indices in _divided(targets, groups, n, fractions, split).items():
             if len(indices) == 0:
