@@ -154,7 +154,10 @@ def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained
         ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
         ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
         ({"init": "whiten"}, "error: init: whiten does not apply: the first convolution needs two"),
-        ({"model": "vit_tiny", "init": "zero_gamma"}, "error: init: zero_gamma does not apply: ViT has no residual block"),
+        (
+            {"model": "vit_tiny", "init": "zero_gamma"},
+            "error: init: zero_gamma does not apply: ViT has no residual block",
+        ),
     ],
     ids=str,
 )
