@@ -158,26 +158,19 @@ def test_other_safetensors_files_are_told_from_checkpoints(sample: Path, tmp_pat
         data[place] ^= 1
 
 
-def test_every_truncation_is_found_and_named(sample: Path, tmp_path: Path) -> None:
-    data = sample.read_bytes()
-    lengths = {*range(0, len(data), len(data) // 60), 1, len(data) - 1, len(data) - 64, len(data) - 78, len(data) - 80}
-    short = tmp_path / "short.safetensors"
-    for length in sorted(lengths):
-        short.write_bytes(data[:length])
+def test_every_truncation_and_every_flipped_byte_is_found_and_named(sample: Path) -> None:
+    data, generator = sample.read_bytes(), random.Random(0)
+    for length in {*range(0, len(data), len(data) // 60), 1, *(len(data) - left for left in (1, 64, 78, 80))}:
+        sample.write_bytes(data[:length])
         for look in (verify, read):
-            with pytest.raises(DamagedCheckpoint, match=r"short\.safetensors: (is truncated|is not a checkpoint)"):
-                look(short)
-
-
-def test_every_flipped_byte_is_found_and_named(sample: Path, tmp_path: Path) -> None:
-    data, generator, flipped = sample.read_bytes(), random.Random(0), tmp_path / "flipped.safetensors"
-    places = {generator.randrange(len(data)) for _ in range(200)} | set(range(140))
-    for place in places:
+            with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint)"):
+                look(sample)
+    for place in {generator.randrange(len(data)) for _ in range(200)} | set(range(140)):
         damaged = bytearray(data)
         damaged[place] ^= 1 << generator.randrange(8)
-        flipped.write_bytes(damaged)
-        with pytest.raises(DamagedCheckpoint, match=r"flipped\.safetensors: "):
-            read(flipped)
+        sample.write_bytes(damaged)
+        with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: "):
+            read(sample)
 
 
 def test_a_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:

@@ -71,10 +71,8 @@ def test_a_checkpoint_that_is_a_named_pipe_is_no_run_with_a_checkpoint(runs: Pat
     (runs / "pipe" / "checkpoints").mkdir(parents=True)
     os.mkfifo(runs / "pipe" / "checkpoints" / "last.safetensors")
     assert newest_run(runs).name == "new"
-    (runs / "new" / "checkpoints" / "best.safetensors").unlink()
-    os.mkfifo(runs / "new" / "checkpoints" / "best.safetensors")
     with pytest.raises(UserError, match="not a regular file"):
-        read(runs / "new" / "checkpoints" / "best.safetensors")
+        read(runs / "pipe" / "checkpoints" / "last.safetensors")
 
 
 def test_a_damaged_last_falls_back_to_the_newest_valid_one_and_says_so(runs: Path) -> None:

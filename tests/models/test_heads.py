@@ -157,7 +157,7 @@ def test_a_head_has_as_many_layers_as_are_asked_for(name: str, hidden: list[int]
         (
             nn.Sequential(nn.Linear(2, 5), nn.Flatten()),
             2,
-            r"its last layer 0 has 5 outputs, and the model returns \(1, 30\)",
+            r"its last layer 0 has 5 outputs, and the model returns \(1, 30",
         ),
         (Airbench(3, 5, widths=(4, 4, 4)), 20, "head"),
         (nn.Flatten(), 2, "Flatten has no layers"),

@@ -8,7 +8,7 @@ import torch
 
 
 def equal(first: Any, second: Any) -> bool:
-    """Whether states have the same types and values, tensors to the bit."""
+    """Whether states have the same types and values, tensors bit for bit."""
     if isinstance(first, torch.Tensor):
         return isinstance(second, torch.Tensor) and first.dtype == second.dtype and torch.equal(first, second)
     if isinstance(first, dict):

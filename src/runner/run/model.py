@@ -111,8 +111,10 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
         given = dict(task.modules(model, loss))  # type: ignore[attr-defined]
         if given.pop("model", model) is not model or given.pop("loss", loss) is not loss:
             raise ValueError("it gives another model or loss")
-        # The model comes first: layers are numbered in this order
-        together = Modules({"model": model, **given})
+        try:
+            together = Modules({"model": model, **given})  # the model first: layers are numbered in this order
+        except KeyError as error:  # a name that no module can have
+            raise ValueError(error.args[0]) from error
     if given and not model.training:  # as loaded models often are; alone, it would be trained
         model.train()
     return together if given else model

@@ -50,13 +50,12 @@ def build_state(
     """
     # A loss with tensors is trained and saved like the model
     optimizer, kernels = build_optimizer(config, model, loss, _owned(config, task, model, loss))
-    finite_only = config.on_nonfinite == "skip"
     state = TrainState(
         model=model,
         optimizer=optimizer,
         schedule=build_schedule(config, length, monitor),
         scaler=hardware.precision.scaler,
-        meter=RunningMean(hardware.device, finite_only, hardware.precision.weights),
+        meter=RunningMean(hardware.device, config.on_nonfinite == "skip", hardware.precision.weights),
         position=Position(turns=[list(turn) for turn in length.timeline.turns]),
         averaged=build_averaged(config, model, loss, optimizer, length),
         loss=loss,
@@ -104,7 +103,7 @@ def build_optimizer(
         UserError: if there is nothing to train, or an optimizer refuses its arguments.
     """
     if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
-        raise UserError("model", "has no trainable parameter, none that requires a gradient")
+        raise UserError("model", "has no trainable parameter")
     # A loss with weights of its own, such as class centres, is trained as well
     if loss is not None:  # first, as Muon takes the last matrix as the head
         parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]

@@ -309,11 +309,10 @@ def compare_data(
 
     Raises `UserError` if the data are others, unless `ignore` says to continue with them at the end of an epoch.
     """
-    before, inside_epoch = checkpoint["metrics"]["data"], checkpoint["position"]["batch"] > 0
-    stored: dict[str, str] = checkpoint["metrics"]["sources"]
+    before, digests = checkpoint["metrics"]["data"], checkpoint["metrics"]["sources"]
     warnings = []
     # An edit of the source need not change any result, so it is a warning only
-    if changed := [name for name in sources if stored.get(name, sources[name]) != sources[name]]:
+    if changed := [name for name in sources if digests.get(name, sources[name]) != sources[name]]:
         since = "has changed since the checkpoint was written: the resumed run may differ"
         warnings.append(f"the source of {', '.join(changed)} {since}")
     others = class_changes(checkpoint["classes"], list(splits.classes)) + data_changes(
@@ -323,7 +322,7 @@ def compare_data(
         return warnings
     problem = f"these are not what the checkpoint was trained on: {'; '.join(others)}"
     then, now = before.get("train", {}), identity["train"]
-    if inside_epoch and any(then.get(key) != now.get(key) for key in ("samples", "blocks")):
+    if checkpoint["position"]["batch"] > 0 and any(then.get(key) != now.get(key) for key in ("samples", "blocks")):
         # Inside an epoch, the position counts batches of an order that depends on the number of samples, and on shards
         raise UserError("data", problem, "the same data, or a checkpoint from the end of an epoch")
     if not ignore:
