@@ -194,7 +194,7 @@ BUDGET = {
     "runtime": 1_364,
     "sweeps": 2_078,
     "tasks": 779,
-    "tracking": 2_001,
+    "tracking": 2_006,
     "verbs": 2_567,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
