@@ -38,7 +38,6 @@ def environment() -> dict[str, Any]:
     import psutil
     import torch
 
-    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {
         "runner": __version__,
@@ -68,7 +67,7 @@ def environment() -> dict[str, Any]:
             for device in map(torch.cuda.get_device_properties, range(count))
         ],
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
-        "git": {"commit": commit, "dirty": None if status is None else bool(status)} if commit else None,
+        "git": _git(),
         "command": mask_words(sys.orig_argv),
     }
 
@@ -117,7 +116,13 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _git(*arguments: str) -> str | None:
+def _git() -> dict[str, Any] | None:
+    commit = _git_output("rev-parse", "HEAD")
+    status = _git_output("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)} if commit else None
+
+
+def _git_output(*arguments: str) -> str | None:
     # Optional locks could block a commit that the user makes at the same time.
     command = ["git", "--no-optional-locks", *arguments]
     try:
