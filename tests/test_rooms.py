@@ -183,11 +183,11 @@ BUDGET = {
     "checkpoint": 1_581,
     "config": 4_056,
     "data": 8_342,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 883,
+    "distributed": 837,
     "engine": 2_954,
     "instrument": 633,  # attributes of a task, which a trial puts back
     "lab": 6_729,
-    "launch": 1_029,
+    "launch": 1_013,
     "models": 1_359,
     "optim": 1_214,
     "run": 4_252,

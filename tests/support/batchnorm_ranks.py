@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.distributed.batchnorm import set_rows, synchronize
-from runner.distributed.share import rows
-from runner.distributed.world import joined, world
+from runner.distributed.world import joined, rows, world
 
 SHAPES = [
     (7, 3),
