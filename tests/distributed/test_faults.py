@@ -6,15 +6,12 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import collective_ranks
 import pytest
 import rank_faults
 import torch.distributed as dist
@@ -42,13 +39,6 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
     assert result.status == 2
     assert "rank 1 of 2 has different data from rank 0" in result.err
     assert result.err.count("error: ") == 1
-
-
-def test_an_error_that_cannot_be_sent_reaches_every_rank(tmp_path: Path, pool: RankPool) -> None:
-    pool(collective_ranks.errors, tmp_path, 2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    expected = ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
-    assert found == [expected, expected]
 
 
 @pytest.mark.slow
@@ -106,26 +96,6 @@ def test_a_signal_before_ranks_train_ends_them_and_an_ignored_one_does_not(tmp_p
         signal.signal(signal.SIGHUP, before)
     assert (outcome.status, outcome.sentence) == (75, "SIGINT, before the ranks had started")
     assert time.monotonic() - begun < 60
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-@pytest.mark.parametrize("delay", [0.2, 0.8, 1.6])
-def test_ctrl_c_while_ranks_start_ends_without_a_traceback(workdir: Path, delay: float) -> None:
-    words = (*WORDS[:-1], "max_steps=100000", "devices=2", "hydra.run.dir=run")
-    command = [sys.executable, "-m", "runner", "train", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        while process.poll() is None:
-            with contextlib.suppress(FileNotFoundError):
-                if '"running"' in (workdir / "run/summary.json").read_text():
-                    break
-            time.sleep(0.01)
-        time.sleep(delay)
-        os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 75, said
-    assert "Traceback" not in said
-    assert "death signal" not in said
 
 
 def test_ranks_that_were_started_with_other_words_are_named(agent: Agent, here: Path) -> None:
