@@ -17,8 +17,7 @@ from unittest import mock
 
 from runner.base.errors import FAILED, PREEMPTED
 from runner.checkpoint.weights import weights_sha256
-from runner.distributed.share import rows
-from runner.distributed.world import world
+from runner.distributed.world import rows, world
 from runner.launch.ranks import Outcome, RankFailed, outcome_of
 
 _PATIENCE_S = 20  # for other ranks, once one has failed

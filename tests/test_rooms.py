@@ -183,11 +183,11 @@ BUDGET = {
     "checkpoint": 1_443,
     "config": 3_825,
     "data": 8_180,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 883,
+    "distributed": 837,
     "engine": 2_937,
     "instrument": 631,  # attributes of a task, which a trial puts back
     "lab": 6_164,
-    "launch": 1_029,
+    "launch": 1_013,
     "models": 1_354,
     "optim": 1_214,
     "run": 4_053,

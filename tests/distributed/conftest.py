@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rank_faults
+import rank_functions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -19,6 +22,17 @@ def pool() -> Iterator[RankPool]:
     made = RankPool()
     yield made
     made.close()
+
+
+@pytest.fixture
+def on_ranks(pool: RankPool, tmp_path: Path) -> Callable[..., list[Any]]:
+    """What a function of the `World` gives on each of some ranks, as JSON."""
+
+    def call(function: Callable[..., Any], ranks: int) -> list[Any]:
+        pool(rank_functions.write, (tmp_path, function), ranks)
+        return [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+    return call
 
 
 @pytest.fixture

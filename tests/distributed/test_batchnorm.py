@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import batchnorm_ranks
@@ -22,10 +20,9 @@ from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", some([2, 3], 0))
 def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
-    pool: RankPool, tmp_path: Path, ranks: int
+    on_ranks: Callable[..., list[Any]], ranks: int
 ) -> None:
-    pool(batchnorm_ranks.on_a_rank, tmp_path, ranks)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    found = on_ranks(batchnorm_ranks.errors, ranks)
     assert len(found[0]) == len(batchnorm_ranks.SHAPES) * 2
     for case in found[0]:
         whole, *others = (rank_found[case] for rank_found in found)
@@ -63,10 +60,7 @@ def test_a_layer_that_computes_more_than_batchnorm_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_batches_that_leave_a_rank_one_value_are_refused_without_it(
-    run: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("runner.launch.ranks.run_ranks", pool)
+def test_batches_that_leave_a_rank_one_value_are_refused_without_it(run: Callable[..., Any], pool: RankPool) -> None:
     words = (
         "data=synthetic",
         "data.dataset.samples=40",
@@ -74,6 +68,7 @@ def test_batches_that_leave_a_rank_one_value_are_refused_without_it(
         "model=torchvision",
         "model.name=resnet18",
     )
-    found = run("train", "threads=1", "logger=none", "max_steps=1", "data.image_size=32", "devices=2", *words)
+    with pool.installed():
+        found = run("train", "threads=1", "logger=none", "max_steps=1", "data.image_size=32", "devices=2", *words)
     assert "leaves 1 sample or none to one of 2 processes" in found.err + found.out
     assert "sync_batchnorm=true" in found.err + found.out

@@ -28,6 +28,7 @@ VIT = ("model=vit_tiny", "model.dim=12", "model.depth=2", "model.mlp_ratio=2")
 WINDOW = (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9")
 TIED = ("model=null", "+model._target_=tied.Tied", "trust=[tied,poison]", "ema=0.9", "grad_clip.norm=0.5")
 TWO = ("devices=2", "strategy=fsdp")
+NORMS = ("model=small_cnn", "model.width=4", "model.dropout=0", "sync_batchnorm=true", "grad_clip.value=0.01")
 PARTS = ("freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1")
 
 
@@ -89,23 +90,24 @@ def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Callable[...
         assert rank == pytest.approx([whole / 2 for whole in held["ddp, 2"][0]], rel=0.05)
 
 
-@pytest.mark.extended
 @pytest.mark.slow
-def test_parts_of_a_model_that_are_frozen_recomputed_and_gathered_apart(runs: Callable[..., Any]) -> None:
-    keys = ("fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false")
-    assert_same(runs(*VIT, *PARTS, *TWO, *keys), runs(*VIT, *PARTS))
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_replicas_of_divided_weights(runs: Callable[..., Any]) -> None:
-    assert_same(runs(*WINDOW, "devices=4", "strategy=fsdp", "fsdp.replicas=2"), runs(*WINDOW))
-
-
-@pytest.mark.slow
-def test_batchnorm_over_all_ranks(runs: Callable[..., Any]) -> None:
-    words = ("model=small_cnn", "model.width=4", "model.dropout=0", "sync_batchnorm=true", "grad_clip.value=0.01")
-    assert_same(runs(*words, "devices=3", "strategy=fsdp"), runs(*words))
+@pytest.mark.parametrize(
+    ("words", "ranks"),
+    some(
+        [
+            ((*VIT, *PARTS), (*TWO, "fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false")),
+            (WINDOW, ("devices=4", "strategy=fsdp", "fsdp.replicas=2")),
+            (NORMS, ("devices=3", "strategy=fsdp")),
+        ],
+        2,
+        several=True,
+    ),
+    ids=["frozen, recomputed and gathered apart", "replicas", "sync_batchnorm"],
+)
+def test_divided_weights_train_as_whole_ones(
+    runs: Callable[..., Any], words: tuple[str, ...], ranks: tuple[str, ...]
+) -> None:
+    assert_same(runs(*words, *ranks), runs(*words))
 
 
 @pytest.mark.slow
@@ -113,9 +115,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[
     words = (*MLP, "optimizer=adamw", "on_nonfinite=skip", "transform.train=[{_target_:poison.Poison,sample:3}]")
     one, two = runs(*words), runs(*words, *TWO)
     for run in (one, two):
-        assert (
-            "the images of sample 3 have values that are not finite; skipped" in (run.directory / "run.log").read_text()
-        )
+        said = (run.directory / "run.log").read_text()
+        assert "the images of sample 3 have values that are not finite; skipped" in said
     ours, theirs = tensors(two), tensors(one)
     for name in ("layers.0.weight", "optimizer/state/0/exp_avg_sq"):
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-12)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.distributed.batchnorm import set_rows, synchronize
-from runner.distributed.share import rows
-from runner.distributed.world import joined, world
+from runner.distributed.world import World, rows
 
 SHAPES = [
     (7, 3),
@@ -22,15 +19,12 @@ SHAPES = [
 ]  # the last ones have fewer rows than there are ranks
 
 
-def on_a_rank(folder: Path) -> None:
-    """Write the largest errors of each case to `RANK.json`, and the sums of buffers."""
-    torch.set_num_threads(1)
-    with joined(60, torch.device("cpu")) as ranks:
-        found = {f"{shape} {momentum}": _compare(shape, momentum) for shape in SHAPES for momentum in (0.1, None)}
-        (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
+def errors(ranks: World) -> dict[str, Any]:
+    """The largest errors of each case, and the buffers."""
+    return {f"{shape} {momentum}": _compare(shape, momentum, ranks) for shape in SHAPES for momentum in (0.1, None)}
 
 
-def _compare(shape: tuple[int, ...], momentum: float | None) -> dict[str, Any]:
+def _compare(shape: tuple[int, ...], momentum: float | None, ranks: World) -> dict[str, Any]:
     kind: Any = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(shape)]
     torch.manual_seed(0)
     plain, shared = (nn.Sequential(kind(3, momentum=momentum)).double() for _ in range(2))
@@ -39,7 +33,7 @@ def _compare(shape: tuple[int, ...], momentum: float | None) -> dict[str, Any]:
     shared.load_state_dict(plain.state_dict())
     synchronize(shared)
     images, target = torch.randn(2, *shape, dtype=torch.float64)
-    own = rows(len(images), world().rank, world().size)
+    own = rows(len(images), ranks.rank, ranks.size)
     count = own.stop - own.start
     expected = images.clone().requires_grad_()
     outputs = plain(expected)
@@ -58,7 +52,7 @@ def _compare(shape: tuple[int, ...], momentum: float | None) -> dict[str, Any]:
     for (name, parameter), reference in zip(shared.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None
         assert reference.grad is not None
-        errors[name] = _error(world().total(parameter.grad), reference.grad)
+        errors[name] = _error(ranks.total(parameter.grad), reference.grad)
     for (name, buffer), reference in zip(shared.named_buffers(), plain.buffers(), strict=True):
         errors[name] = _error(buffer, reference)
     buffers = {name: buffer.tolist() for name, buffer in shared.named_buffers()}

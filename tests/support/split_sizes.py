@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from runner.data.loaders import BatchPlan, Fields, MemoryLoader
 from runner.data.transforms.augment import Pipeline
 from runner.distributed.sharding import shard
-from runner.distributed.world import World, joined
+from runner.distributed.world import World
 from runner.engine.errors import BadMetric
 from runner.engine.evaluation import evaluate
 from runner.engine.step import Supervised
@@ -98,9 +96,6 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
     return every
 
 
-def on_a_rank(folder: Path) -> None:
-    """Write them to `RANK.json`."""
-    torch.set_num_threads(1)
-    with joined(60, _CPU) as world:
-        found = {"ddp": all_found(), "fsdp": all_found(world)}
-        (folder / f"{world.rank}.json").write_text(json.dumps(found))
+def by_strategy(world: World) -> dict[str, Any]:
+    """What this rank found, with the whole model and with a part of it."""
+    return {"ddp": all_found(), "fsdp": all_found(world)}

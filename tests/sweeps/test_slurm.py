@@ -156,17 +156,11 @@ def commands(workdir, monkeypatch):
 
 
 def test_the_keys_of_the_launcher_are_options_of_sbatch_by_the_names_of_submitit(run, tiny, commands):
-    words = [
-        "timeout_min=90",
-        "mem_gb=4",
-        "nodes=2",
-        "tasks_per_node=3",
-        "cpus_per_task=5",
-        "gpus_per_node=a100:1",
-        "partition=gpu",
-    ]
-    words += ["array_parallelism=2", "signal_delay_s=60", 'setup=["module load cuda"]', 'srun_args=["--cpu-bind=none"]']
-    words += ["additional_parameters={mail-type: FAIL, exclusive: true}"]
+    words = (
+        "timeout_min=90", "mem_gb=4", "nodes=2", "tasks_per_node=3", "cpus_per_task=5", "gpus_per_node=a100:1", "partition=gpu",
+        "array_parallelism=2", "signal_delay_s=60", 'setup=["module load cuda"]', 'srun_args=["--cpu-bind=none"]',
+        "additional_parameters={mail-type: FAIL, exclusive: true}",
+    )  # fmt: skip
     given = [f"hydra.launcher.{word}" for word in words]
     result = run("train", *tiny, "--multirun", "hydra/launcher=slurm", "seed=0,1,2", *given)
     [submitted] = [line for line in calls(commands) if line.startswith("sbatch")]

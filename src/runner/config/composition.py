@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,23 +48,6 @@ class Composition:
     def runs(self) -> Path:
         """The folder that run directories of this name are made in."""
         return Path(str(self.values["output_root"])) / str(self.values["name"])
-
-    def to_plain(self) -> dict[str, Any]:
-        """The composition as what JSON can contain."""
-        folders = {"job_dir": self.job_dir, "run_dir": self.run_dir}
-        paths = {name: None if folder is None else str(folder) for name, folder in folders.items()}
-        own = {
-            name: getattr(self, name)
-            for name in ("values", "overrides", "group_choices", "primary", "continues", "supervised")
-        }
-        return {**own, **paths, "sources": [str(folder) for folder in self.sources.extra]}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Composition:
-        """The composition that `to_plain` was called on."""
-        paths = {name: Path(plain[name]) if plain[name] else None for name in ("job_dir", "run_dir")}
-        sources = Sources([Path(folder) for folder in plain["sources"]])
-        return cls(**{**plain, **paths, "sources": sources})
 
     def origin(self, key: str) -> str:
         """The source of the value of a dotted key: `the override ...`, a file, or an empty string."""

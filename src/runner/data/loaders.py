@@ -15,8 +15,7 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sampler import EpochOrder, Indices, sample_of
-from runner.distributed.share import gathered_rows, rows
-from runner.distributed.world import World
+from runner.distributed.world import World, gathered_rows, rows
 from runner.instrument.nested import mapped_items, rows_of, tensors_in
 
 # Batches are gathered and prepared many at a time, as many as fit into a cache (CPU) or hide launches (GPU).

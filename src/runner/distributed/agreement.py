@@ -37,39 +37,17 @@ class Agreement:
         self._reason, self._time = "", world.decide(time.monotonic)
 
     def on_step(self, loop: Any) -> None:
-        """Exchange what this rank knows."""
-        self._receive()
-        self._send()
-
-    def on_end(self, loop: Any) -> None:
-        """Wait for the last message."""
-        self._receive()
-
-    def confirm(self) -> None:
-        """Exchange at once, after all ranks have left an evaluation."""
-        self._receive()
-        self._send()
-        self._receive()
-
-    def reason(self) -> str:
-        """The reason for which all ranks stop, or an empty string."""
-        return self._asked() if self._group is None else self._reason
-
-    def clock(self) -> float:
-        """Seconds on the clock of rank 0, the same number on every rank at a step."""
-        return time.monotonic() if self._group is None else self._time
-
-    def _send(self) -> None:
+        """Read what was sent after the step before, and send what this rank knows."""
+        self.on_end(loop)
         if self._group is None:
             return
         reason = self._asked()
-        number = (
-            float(getattr(signal.Signals, reason)) if reason in signal.Signals.__members__ else _LIMIT * bool(reason)
-        )
+        number = signal.Signals[reason] if reason in signal.Signals.__members__ else _LIMIT * bool(reason)
         message = torch.tensor([number, time.monotonic() if self._world.first else 0.0], dtype=torch.float64)
         self._sent = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True), message
 
-    def _receive(self) -> None:
+    def on_end(self, loop: Any) -> None:
+        """Read the last message."""
         if self._sent is None:
             return
         work, message = self._sent
@@ -78,3 +56,16 @@ class Agreement:
         number, self._time = message.tolist()
         if number and not self._reason:
             self._reason = "a time limit" if number == _LIMIT else signal.Signals(int(number)).name
+
+    def confirm(self) -> None:
+        """Exchange at once, after all ranks have left an evaluation."""
+        self.on_step(None)
+        self.on_end(None)
+
+    def reason(self) -> str:
+        """The reason for which all ranks stop, or an empty string."""
+        return self._asked() if self._group is None else self._reason
+
+    def clock(self) -> float:
+        """Seconds on the clock of rank 0, the same number on every rank at a step."""
+        return time.monotonic() if self._group is None else self._time

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from runner.base.errors import UserError
 from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
 from runner.distributed.sharding import is_sharded
-from runner.distributed.share import rows
-from runner.distributed.world import World
+from runner.distributed.world import World, rows
 from runner.instrument.no_trace import SavedAttributes, SavedBuffers, SavedRNG
 
 _Objective = Callable[[Any], Tensor]

@@ -1,21 +1,33 @@
-"""The store by which the ranks of a run find each other before they can communicate."""
+"""The store by which ranks find each other, and by which rank 0 gives jobs to those that torchrun or SLURM started."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
+import itertools
+import json
 import os
+import pickle
+import re
 import socket
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from runner.base.errors import FAILED, UserError
+from runner.config.schema.sections import Dist
 
 _LOOKED_S = 0.1
 _SILENT_S = 10.0  # before rank 0 says whom it waits for
 _LATER_S = 15.0  # for which other ranks wait longer than rank 0, whose error names those that are missing
+_NEXT_JOB = datetime.timedelta(days=1)  # a launcher ends all ranks when one fails
+_REPORTED_S, _LEAVING_S = 3.0, 5.0
 _SHOWN = 8
+_numbers = itertools.count(1)  # of jobs
 
 
 class RanksMissing(UserError):
@@ -41,7 +53,7 @@ def open_store(timeout_s: float) -> PrefixStore:
         RanksMissing: if nothing serves it: after `timeout_s`, or at once if that was the launcher's task.
     """
     # torchrun serves the store itself; otherwise rank 0 does
-    address, of_launcher = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), served_by_launcher()
+    address, of_launcher = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), _served_by_launcher()
     serves = rank() == 0 and not of_launcher
     deadline = time.monotonic() + (0 if of_launcher else timeout_s)
     while not serves:  # TCPStore waits too, but prints frames of its own code before it gives up
@@ -55,28 +67,12 @@ def open_store(timeout_s: float) -> PrefixStore:
         time.sleep(_LOOKED_S)
     timeout = datetime.timedelta(seconds=timeout_s)
     store = TCPStore(*address, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
-    # Ranks of an attempt before a restart left keys, so each attempt has its own prefix
     return of_attempt(store, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def served_by_launcher() -> bool:
-    """True if the launcher of the ranks has the store, and not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def of_attempt(store: Store, attempt: int | str) -> PrefixStore:
-    """The part of a store for the ranks of one start, which a restart of all ranks does not see."""
+    """The part of a store for the ranks of one start, which does not have the keys that ranks left before a restart."""
     return PrefixStore(f"start_{attempt}", store)
-
-
-def appear(store: Store, keys: list[str], seconds: float) -> bool:
-    """Wait until a store has all keys; False if it has not after some seconds."""
-    deadline = time.monotonic() + seconds
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_LOOKED_S)
-    return True
 
 
 def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> None:
@@ -96,12 +92,95 @@ def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> 
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_SHOWN])}{', ...' * (len(ranks) > _SHOWN)} of {size()}"
 
     # Say after a while who is missing: the usual cause is a command that was not started everywhere
-    if not appear(store, keys, silent_s):
+    if not _appear(store, keys, silent_s):
         if rank() == 0:
             print(f"waiting for {missing()}, up to dist.timeout_s={timeout_s:g}", file=sys.stderr, flush=True)
-        if not appear(store, keys, patience_s - silent_s):
+        if not _appear(store, keys, patience_s - silent_s):
             problem = f"{missing()} did not come within {timeout_s:g} s: not started, ended, or hanging"
             allowed = "the same command for every rank, whose own output says why it ends; a larger value if it is slow"
             raise RanksMissing("dist.timeout_s", problem, allowed)
-    # All ranks have come: the others may go on
     store.set(f"{name}/all", "")
+
+
+def compare(words: Sequence[str]) -> None:
+    """Wait for all ranks; on rank 0, check that they were started with the same words, secrets masked.
+
+    Raises:
+        UserError: on rank 0, naming the first rank that was not, and the first difference.
+        RanksMissing: if some were not started in time.
+    """
+    gather_ranks(_store(), "words", _timeout_s(), json.dumps(list(words)))
+    # Only rank 0 compares, so that one message and not N of them says what is different
+    for other in range(1, 0 if rank() else size()):
+        for pair in itertools.zip_longest(words, json.loads(_store().get(f"words/{other}"))):
+            if pair[0] != pair[1]:
+                own, its = ("fewer words" if word is None else f"'{word}'" for word in pair)
+                problem = f"rank {other} of {size()} was started with {its}, and rank 0 with {own}"
+                raise UserError("", problem, "the same command line for every rank")
+
+
+def lead(job: Any) -> Store:
+    """Give a job to the other ranks; returns the store by which all ranks of the job meet."""
+    key = f"job/{next(_numbers)}"
+    _store().set(key, pickle.dumps(job))  # type: ignore[arg-type]
+    return PrefixStore(f"{key}/ranks", _store())
+
+
+def jobs() -> Iterator[tuple[Any, Store]]:
+    """On a rank other than 0: every job, and the store by which its ranks meet, until there are no more."""
+    for number in _numbers:
+        _store().wait([f"job/{number}"], _NEXT_JOB)
+        job = pickle.loads(_store().get(f"job/{number}"))
+        if job is None:
+            break
+        yield job, PrefixStore(f"job/{number}/ranks", _store())
+    _store().set(f"left/{rank()}", "")
+
+
+def dismiss() -> None:
+    """Tell the other ranks that there are no more jobs."""
+    with contextlib.suppress(RuntimeError):  # some ranks, or a launcher with the store, may be gone
+        lead(None)
+        if not _served_by_launcher():  # the store goes with this process
+            _appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
+
+
+def report(outcome: Any) -> None:
+    """Let rank 0 know why this rank failed, unless another one was first."""
+    if not outcome.lost and not _store().check(["failed"]):
+        _store().set("failed", pickle.dumps(outcome))  # type: ignore[arg-type]
+
+
+def first_failure() -> Any:
+    """What the first rank that failed has reported; None if none has within a few seconds."""
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        if _appear(_store(), ["failed"], _REPORTED_S):
+            return pickle.loads(_store().get("failed"))
+    return None
+
+
+@functools.cache
+def _timeout_s() -> float:
+    """`dist.timeout_s` of the command line, or the default: other sources of it are known once rank 0 has composed."""
+    given = [found for word in sys.argv if (found := re.fullmatch(r"\+*dist\.timeout_s=(\d+(\.\d+)?)", word))]
+    return float(given[-1][1]) if given else Dist.timeout_s
+
+
+@functools.cache
+def _store() -> PrefixStore:
+    return open_store(_timeout_s())
+
+
+def _served_by_launcher() -> bool:
+    """True if the launcher of the ranks has the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _appear(store: Store, keys: list[str], seconds: float) -> bool:
+    """Wait until a store has all keys; False if it has not after some seconds."""
+    deadline = time.monotonic() + seconds
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOKED_S)
+    return True

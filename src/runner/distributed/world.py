@@ -29,8 +29,6 @@ class World:
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among the ranks of this machine
-    local_size: int = 1
 
     @property
     def first(self) -> bool:
@@ -42,7 +40,7 @@ class World:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=_control())
+        dist.all_gather_object(values, value)
         return values
 
     def decide(self, question: Callable[[], T]) -> T:
@@ -56,7 +54,7 @@ class World:
                 answer[0] = question()
             except Exception as error:
                 answer[1] = _portable(error)
-        dist.broadcast_object_list(answer, src=0, group=_control())
+        dist.broadcast_object_list(answer, src=0)
         # All ranks end with the same error, as none could continue alone
         if answer[1] is not None:
             raise answer[1]
@@ -79,10 +77,6 @@ class World:
         for tensor in tensors if self.size > 1 else ():
             dist.broadcast(tensor, src=0)
 
-    def wait_for_all(self) -> None:
-        """Return once every rank has called this."""
-        self.gather(None)
-
 
 _WORLD = World()
 
@@ -97,13 +91,9 @@ def started_by_launcher() -> bool:
     environ = os.environ
     # Only srun sets the number of tasks of a step: a script that calls the program without it wants one process.
     if "RANK" not in environ and int(environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        # Only SLURM's names differ from those that torch reads
-        a_node = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-        environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], environ["SLURM_STEP_NUM_TASKS"]
-        environ["LOCAL_RANK"], environ["LOCAL_WORLD_SIZE"] = (
-            environ["SLURM_LOCALID"],
-            a_node.split("(")[0].split(",")[0],
-        )
+        names = {"RANK": "PROCID", "WORLD_SIZE": "STEP_NUM_TASKS", "LOCAL_RANK": "LOCALID"}
+        environ.update({name: environ[f"SLURM_{of_slurm}"] for name, of_slurm in names.items()})
+        environ["LOCAL_WORLD_SIZE"] = environ.get("SLURM_STEP_TASKS_PER_NODE", "1").split("(")[0].split(",")[0]
         # The port follows from the job, so that all ranks agree on it and two jobs on a node differ
         environ.setdefault("MASTER_ADDR", environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost"))
         environ.setdefault("MASTER_PORT", str(10_000 + int(environ.get("SLURM_JOB_ID", "0")) % 20_000))
@@ -128,26 +118,47 @@ def joined(timeout_s: float, device: torch.device, store: Any = None) -> Iterato
         RanksMissing: if some do not come in time.
     """
     global _WORLD
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    rank, size, local_rank, local_size = (int(os.environ.get(name, "1" if "SIZE" in name else "0")) for name in names)
-    timeout = datetime.timedelta(seconds=timeout_s)
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     # Waiting here names missing ranks; torch's own wait would end with a timeout that names none
     store = store or open_store(timeout_s)
     gather_ranks(store, "joined", timeout_s)
-    group = {"store": store, "rank": rank, "world_size": size, "timeout": timeout}
     # Both backends: tensors travel by NCCL, and small Python objects by gloo without touching the GPU
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **group)
-    else:
-        dist.init_process_group("gloo", **group)
-    _WORLD = World(rank, size, local_rank, local_size)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    _WORLD = World(rank, size)
     try:
         yield _WORLD
     finally:
         _WORLD = World()
         with contextlib.suppress(Exception):  # another rank may be gone
             dist.destroy_process_group()
+
+
+def rows(samples: int, rank: int, size: int) -> slice:
+    """The rows of a batch of `samples` that are a rank's: neighbours, and one more for the first ranks if they do not divide."""
+    each, more = divmod(samples, size)
+    start = rank * each + min(rank, more)
+    return slice(start, start + each + (rank < more))
+
+
+def gathered_rows(own: Tensor, samples: int, world: World) -> Tensor:
+    """The rows of all ranks, (samples, ...), given this one's; a rank without rows gives a row that is skipped."""
+    parts = [rows(samples, rank, world.size) for rank in range(world.size)]
+    longest = max(1, parts[0].stop)
+    padded = own.new_zeros((longest, *own.shape[1:]))
+    padded[: len(own)] = own
+    found = [torch.empty_like(padded) for _ in parts]
+    dist.all_gather(found, padded)
+    return torch.cat([rank_rows[: part.stop - part.start] for rank_rows, part in zip(found, parts, strict=True)])
 
 
 def _portable(error: Exception) -> Exception:
@@ -157,8 +168,3 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
     return error
-
-
-def _control() -> Any:
-    """The group for objects, which travel through the CPU."""
-    return dist.group.WORLD

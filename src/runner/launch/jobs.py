@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -118,8 +118,12 @@ def run(
     # The launcher is closed however this ends, so that no job outlives the sweep
     with contextlib.closing(launcher), listening(stop.note):
         while True:
-            started = list(_startable(launcher, next_job, running, stop))
             # Jobs start in groups, as SLURM takes them as one array
+            started: list[Job] = []
+            while not stop.name and (launcher.slots is None or running + len(started) < launcher.slots):
+                if (job := next_job()) is None:
+                    break
+                started.append(job)
             if started:
                 for job, place in zip(started, launcher.start(started), strict=True):
                     on_start(job, place)
@@ -137,14 +141,6 @@ def run(
             for ended in launcher.wait(period_s):
                 running -= 1
                 on_end(ended, stop.name)
-
-
-def _startable(launcher: Launcher, next_job: Callable[[], Job | None], running: int, stop: _Stop) -> Iterator[Job]:
-    """The jobs that may start now."""
-    free = None if launcher.slots is None else launcher.slots - running
-    while not stop.name and (free is None or free > 0) and (job := next_job()) is not None:
-        free = None if free is None else free - 1
-        yield job
 
 
 def why_ended(status: int) -> str:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
+import functools
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,11 +20,10 @@ from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.base.files import make_folder
 from runner.launch.jobs import Ended, Job, why_ended
-from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
+from runner.launch.processes import FORKED, be_child, start_fork_server
 
 T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
-_FORKED = multiprocessing.get_context("forkserver")
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Local:
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in a process that is forked for it, and return what it returns; both are pickled."""
-        with ProcessPoolExecutor(1, mp_context=_FORKED) as pool:
+        with ProcessPoolExecutor(1, mp_context=FORKED) as pool:
             return pool.submit(function).result()
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
@@ -122,9 +120,8 @@ class Local:
             make_folder(job.log.parent)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
             # A process of its own: its memory is free afterwards, and an abort takes only this job
-            process: BaseProcess = _FORKED.Process(
-                target=_work, args=(job.call, str(job.log.absolute()), environment), name=f"job {job.number}"
-            )
+            arguments = functools.partial(_work, job.call), environment, job.log.absolute()
+            process: BaseProcess = FORKED.Process(target=be_child, args=arguments, name=f"job {job.number}")
             process.start()
             self._running[job.number] = process, slot
             places.append(slot.name)
@@ -195,21 +192,10 @@ def _require_one_device(values: Mapping[str, Any]) -> None:
         raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
 
 
-def _work(call: Any, log: str, environment: Mapping[str, str]) -> None:
-    """Run a job in its process: in a session and with a log of its own, until it ends or the sweep's process is gone."""
-    # Output goes to the log of the job at the level of the system, as C libraries print too
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
-    sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
-    # The server blocks signals, and so do the processes that it forks until they call this
-    accept_signals()
-    os.environ.clear()  # the server may be older than what is set now
-    os.environ.update(environment)
+def _work(call: Callable[[], Any]) -> None:
+    """Run a job in its process."""
     with contextlib.suppress(OSError):
         # A system that is short of memory ends a job and not the sweep
         Path("/proc/self/oom_score_adj").write_text("500")
     faulthandler.enable()
-    end_with_parent()
     call()

@@ -9,12 +9,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
 
 from runner.base.errors import FAILED
 from runner.base.signals import STOPPING
 
+FORKED = multiprocessing.get_context("forkserver")
 _LOOKED_S = 0.5
 _LEFT_S = 5.0  # from SIGTERM to the end of a rank that waits for others
 
@@ -36,6 +39,27 @@ def start_fork_server(modules: Sequence[str]) -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def be_child(call: Callable[[], Any], environment: Mapping[str, str], log: Path | None) -> None:
+    """Call a function in a process of the fork server, which ends with the process that started it.
+
+    What it prints is appended to the log; without one, it goes where the parent prints.
+    """
+    os.environ.clear()  # the server may be older than what is set now
+    os.environ.update(environment)
+    # Output is redirected at the level of the system, as C libraries print too
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+        sys.stdout, sys.stderr = (open(stream, "w", buffering=1, closefd=False) for stream in (1, 2))  # noqa: SIM115
+    # Workers start as in a run of one process: by the fork server, each would import torch and copy the data set
+    multiprocessing.set_start_method(None, force=True)
+    accept_signals()
+    end_with_parent()
+    call()
 
 
 def accept_signals() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import multiprocessing
+import functools
+import math
 import os
+import pickle
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[
 from runner.base.errors import FAILED, PREEMPTED, explain
 from runner.base.files import make_folder
 from runner.distributed.store import RanksMissing, of_attempt, open_store
-from runner.launch.processes import accept_signals, end_with_parent, start_fork_server
+from runner.launch.processes import FORKED, be_child, start_fork_server
 
 _PATIENCE_S = 120.0  # for ranks that a signal asked to save and end, before they are killed
 _NOTICED_S = 5.0  # for ranks to end by themselves after another one has failed, before SIGTERM
@@ -40,12 +42,16 @@ class Outcome:
     rank: int
     status: int  # exit status
     value: float | None = None  # what it returned
-    sentence: str = ""  # why it failed: an error's message, or with `clause` what follows the number of the rank
-    clause: bool = False
-    text: str = ""  # the same for people, maybe with a traceback
+    sentence: str = ""  # why it failed: an error's message, or without `text` what follows the number of the rank
+    text: str = ""  # an error's message for people, maybe with a traceback
     lost: bool = False  # it failed because another rank was gone
     ended: float = 0.0  # Unix time
     unsaved: bool = False  # a signal asked it to save and end, and it was killed before it had
+
+    @property
+    def failed(self) -> bool:
+        """True unless it finished, or saved and stopped."""
+        return self.status not in (0, PREEMPTED)
 
 
 class RankFailed(Exception):
@@ -54,7 +60,7 @@ class RankFailed(Exception):
     prefix = ""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__(f"rank {outcome.rank}{'' if outcome.clause else ':'} {outcome.sentence}")
+        super().__init__(f"rank {outcome.rank}{':' if outcome.text else ''} {outcome.sentence}")
         self.exit_code = outcome.status
         self.hint = "\n" + outcome.text if "\n" in outcome.text and outcome.text != outcome.sentence else ""
 
@@ -85,15 +91,12 @@ def run_ranks(
         RankFailed: with the reason of the rank that failed first.
         OSError: if the limit on open files is too small.
     """
-    import resource
-
     # Too few file descriptors would show up as an obscure error of one of the ranks
     if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES + _FILES_OF_RANK * size:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     make_folder(logs)
     # DistributedDataParallel imports torch._dynamo, which takes a second
     start_fork_server([entry.__module__, "torch._dynamo"])
-    context = multiprocessing.get_context("forkserver")
     # Ranks meet in the store, and say there how they ended
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     # The variables of torchrun, so that a rank cannot tell who started it
@@ -102,10 +105,15 @@ def run_ranks(
     # A restart begins again from the last checkpoint, with another attempt number in the store
     for attempt in range(max_restarts + 1):
         environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        ranks = [context.Process(target=_rank, args=(number, entry, job, logs, environment)) for number in range(size)]
+        ranks = []
+        for number in range(size):
+            own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
+            log = logs / f"rank_{number}.log" if number else None  # rank 0 has the terminal
+            arguments = functools.partial(_rank, number, entry, job), own, log
+            ranks.append(FORKED.Process(target=be_child, args=arguments))
         signalled, ended = _supervise(ranks, asked)
         outcomes = _outcomes(of_attempt(store, attempt), ranks, ended)
-        failed = [outcome for outcome in outcomes.values() if outcome.status not in (0, PREEMPTED)]
+        failed = [outcome for outcome in outcomes.values() if outcome.failed]
         if signalled or not failed:
             break
     # A signal that came before the ranks listened killed them: nothing was trained, so it counts as preempted
@@ -124,24 +132,27 @@ def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[
     Returns:
         The name of the signal that was passed on to them; without one, the numbers of those that ended by themselves.
     """
-    if signalled := asked():
-        return signalled, set()
+    if asked():
+        return asked(), set()
     try:
         for rank in ranks:
             rank.start()
-        while not ((signalled := asked()) or any(rank.exitcode for rank in ranks)):
-            if not (alive := [rank.sentinel for rank in ranks if rank.is_alive()]):
-                break
-            wait(alive, _LOOKED_S)
+        _wait(ranks, math.inf, lambda: bool(asked()) or any(rank.exitcode for rank in ranks))
+        signalled = asked()
         # The others notice by themselves that one is gone, and their reports are better than a kill
-        _join(ranks, 0 if signalled else _NOTICED_S)
+        if not signalled:
+            _wait(ranks, _NOTICED_S)
         ended = set() if signalled else {number for number, rank in enumerate(ranks) if not rank.is_alive()}
         # Those that still run are asked: a signal lets them save, SIGTERM ends those that hang
+        number = signal.Signals[signalled or "SIGTERM"]
         for rank in ranks:
             if rank.is_alive() and rank.pid is not None:
                 with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(rank.pid, signal.Signals[signalled or "SIGTERM"])
-        _join(ranks, _PATIENCE_S if signalled else _TERMINATED_S, -signal.Signals[signalled] if signalled else None)
+                    os.kill(rank.pid, number)
+        # One that a signal ended before it listened is one that the others would wait for in vain
+        if signalled:
+            _wait(ranks, _PATIENCE_S - _NOTICED_S, lambda: any(rank.exitcode == -number for rank in ranks))
+        _wait(ranks, _NOTICED_S if signalled else _TERMINATED_S)
         return signalled, ended
     # No rank outlives this, whatever happens above
     finally:
@@ -151,15 +162,12 @@ def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[
                 rank.join()
 
 
-def _join(ranks: Sequence[BaseProcess], seconds: float, unheard: int | None = None) -> None:
-    """Wait for the end of processes, for some seconds in all; once one has ended with the code `unheard`, not much longer.
-
-    A rank that a signal ended before it listened is one that the others would wait for in vain.
-    """
+def _wait(ranks: Sequence[BaseProcess], seconds: float, enough: Callable[[], bool] = bool) -> None:
+    """Wait for the end of processes, for some seconds in all, or until it is enough."""
     deadline = time.monotonic() + seconds
-    while (left := deadline - time.monotonic()) > 0 and (alive := [each.sentinel for each in ranks if each.is_alive()]):
-        if unheard is not None and left > _NOTICED_S and any(each.exitcode == unheard for each in ranks):
-            deadline = time.monotonic() + _NOTICED_S
+    while not enough() and (left := deadline - time.monotonic()) > 0:
+        if not (alive := [rank.sentinel for rank in ranks if rank.is_alive()]):
+            break
         wait(alive, min(left, _LOOKED_S))
 
 
@@ -168,33 +176,21 @@ def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> di
     found = {}
     for number, rank in enumerate(ranks):
         if store.check([f"ended/{number}"]):
-            found[number] = Outcome(**json.loads(store.get(f"ended/{number}")))
+            found[number] = pickle.loads(store.get(f"ended/{number}"))
         # A rank that was killed could not report, so its exit code speaks for it
         elif number in ended:
             code = rank.exitcode or 0
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            found[number] = Outcome(number, FAILED, sentence=how, clause=True)
+            found[number] = Outcome(number, FAILED, sentence=how)
     # If every report is about a lost partner, the one without a report is the cause
     if ended and all(outcome.lost for outcome in found.values()):
         late = "took no part for dist.timeout_s: it hangs, is suspended, or reads its data too slowly"
-        silent = set(range(len(ranks))) - set(found)
-        found |= {number: Outcome(number, FAILED, sentence=late, clause=True) for number in silent}
+        found |= {number: Outcome(number, FAILED, sentence=late) for number in {*range(len(ranks))} - {*found}}
     return found
 
 
-def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Path, environment: dict[str, str]) -> None:
+def _rank(number: int, entry: Callable[[Any], float | None], job: Any) -> None:
     """What each process runs."""
-    os.environ.clear()  # the fork server may be older than what is set now
-    os.environ.update(environment, RANK=str(number), LOCAL_RANK=str(number))
-    # Workers start as in a run of one process: by the fork server, each would import torch and copy the data set.
-    multiprocessing.set_start_method(None, force=True)
-    accept_signals()
-    end_with_parent()
-    # Rank 0 has the terminal; the others write to their log
-    if number:
-        log = os.open(logs / f"rank_{number}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(log, sys.stdout.fileno())
-        os.dup2(log, sys.stderr.fileno())
     try:
         outcome = Outcome(number, 0, entry(job))
     except (Exception, SystemExit) as error:
@@ -202,9 +198,9 @@ def _rank(number: int, entry: Callable[[Any], float | None], job: Any, logs: Pat
     # The parent learns how the rank ended, also where it ends by an exception
     with contextlib.suppress(RanksMissing, DistNetworkError):  # a launcher that was killed reads nothing
         store = open_store(_REPORTED_S)
-        store.set(f"ended/{number}", json.dumps(asdict(outcome)))
+        store.set(f"ended/{number}", pickle.dumps(outcome))  # type: ignore[arg-type]
         store.check([f"ended/{number}"])  # an answer: what was set before has arrived
-    if outcome.status not in (0, PREEMPTED):
+    if outcome.failed:
         sys.exit(outcome.status)
 
 

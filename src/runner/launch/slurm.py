@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from runner.base.errors import UserError
@@ -26,23 +25,6 @@ _OVER = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
     *("REVOKED", "TIMEOUT"),
 )
-
-
-@dataclass(frozen=True)
-class _Element:
-    """An element of an array job that SLURM knows."""
-
-    id: str  # such as 1234_0
-    state: str
-    name: str  # of the array
-
-    @property
-    def place(self) -> tuple[str, str]:
-        return "-".join(self.name.split("-")[-2:]), self.id.partition("_")[2]
-
-    @property
-    def over(self) -> bool:
-        return self.state in _OVER
 
 
 class Slurm:
@@ -112,11 +94,12 @@ class Slurm:
             UserError: SLURM refuses the jobs, or does not answer.
         """
         # A sweep that was killed finds its jobs in the queue, and does not submit them twice
-        active = {each.place: each.id for each in self._queue() if not each.over}
-        found = {job.number: active[self._place(job)] for job in jobs if self._place(job) in active}
+        queue = {id: name.split("-")[-2:] for id, (state, name) in self._queue().items() if state not in _OVER}
+        active = {("-".join(place), id.partition("_")[2]): id for id, place in queue.items()}
+        found = {job.number: active[_place(job)] for job in jobs if _place(job) in active}
         new = [job for job in jobs if job.number not in found]
         # An array holds one group of jobs, because SLURM limits the size of arrays
-        for group, array in itertools.groupby(new, key=lambda job: self._place(job)[0]):
+        for group, array in itertools.groupby(new, key=lambda job: _place(job)[0]):
             found |= self._submit(f"{self._name}-{group}", list(array))
         self._running |= found
         self._due = time.monotonic() + _PERIOD_S
@@ -129,7 +112,7 @@ class Slurm:
         if not self._running or time.monotonic() < self._due:
             return []
         try:
-            states = {each.id: each.state for each in self._queue()}
+            states = {id: state for id, (state, _) in self._queue().items()}
         except UserError:
             return []  # a controller that does not answer says nothing about the jobs
         finally:
@@ -138,7 +121,9 @@ class Slurm:
         # A job has ended if it is over at two looks: its files may appear later than that on a shared file system.
         ended = over & self._missing
         self._missing = over - ended
-        return [Ended(number, _sentence(id := self._running.pop(number), states.get(id))) for number in sorted(ended)]
+        gone = {number: self._running.pop(number) for number in sorted(ended)}
+        said = {id: f"SLURM job {id} is {states.get(id) or 'not in the queue any more'}" for id in gone.values()}
+        return [Ended(number, said[id]) for number, id in gone.items()]
 
     def stop(self, kill: bool) -> None:
         """End a wait for SLURM's commands: the jobs continue."""
@@ -147,19 +132,13 @@ class Slurm:
     def close(self) -> None:
         """See `Launcher.close`."""
 
-    def _place(self, job: Job) -> tuple[str, str]:
-        """The end of the name of the array that a job is in, and its number there."""
-        sweep, number = job.log.parent.resolve(), int(job.log.stem)
-        digest = hashlib.sha256(str(sweep).encode()).hexdigest()[:8]
-        return f"{digest}-{number // _ELEMENTS}", str(number % _ELEMENTS)
-
     def _submit(self, name: str, jobs: Sequence[Job]) -> dict[int, str]:
         """Submit an array, and return the number of each job there."""
         # A file for each element, appended to: a job that starts again continues its log
         logs = jobs[0].log.parent.absolute()
         make_folder(logs)
         group = int(jobs[0].log.stem) // _ELEMENTS
-        numbers = {job.number: self._place(job)[1] for job in jobs}
+        numbers = {job.number: _place(job)[1] for job in jobs}
         options = {
             "job-name": name,
             "array": ",".join(numbers.values()) + (f"%{self._most}" if self._most else ""),
@@ -178,14 +157,21 @@ class Slurm:
         yield from ("#!/bin/bash", *self._setup, 'case "$SLURM_ARRAY_TASK_ID" in')
         for job in jobs:
             variables = [f"{name}={value}" for name, value in job.environment.items()]
-            yield f"{self._place(job)[1]}) job=({shlex.join(['env', *variables, *job.command])}) ;;"
+            yield f"{_place(job)[1]}) job=({shlex.join(['env', *variables, *job.command])}) ;;"
         yield from ("esac", f'{shlex.join(self._srun)} "${{job[@]}}"', "")
 
-    def _queue(self) -> list[_Element]:
-        """The elements of the user's arrays."""
+    def _queue(self) -> dict[str, tuple[str, str]]:
+        """State and name of the array of each element of the user's arrays, by its id, such as 1234_0."""
         words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", "--format=%F_%K %T %j"]
         lines = [line.split(maxsplit=2) for line in _call(words).splitlines()]
-        return [_Element(fields[0], fields[1], fields[-1]) for fields in lines if len(fields) > 1]
+        return {fields[0]: (fields[1], fields[-1]) for fields in lines if len(fields) > 1}
+
+
+def _place(job: Job) -> tuple[str, str]:
+    """The end of the name of the array that a job is in, and its number there."""
+    sweep, number = job.log.parent.resolve(), int(job.log.stem)
+    digest = hashlib.sha256(str(sweep).encode()).hexdigest()[:8]
+    return f"{digest}-{number // _ELEMENTS}", str(number % _ELEMENTS)
 
 
 def _call(words: Sequence[str], text: str = "") -> str:
@@ -207,7 +193,3 @@ def _call(words: Sequence[str], text: str = "") -> str:
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip().partition("\n")[0]
         raise UserError("hydra/launcher", f"is slurm, and {words[0]} failed: {said or error}") from error
-
-
-def _sentence(id: str, state: str | None) -> str:
-    return f"SLURM job {id} is {state or 'not in the queue any more'}"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from runner.config.frozen import with_changes
 from runner.config.schema.train import Train
-from runner.distributed.share import rows
+from runner.distributed.world import rows
 from runner.run.batch_size import explaining_memory
 from runner.run.describe import describe
 from runner.run.finetune import explaining

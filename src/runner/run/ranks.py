@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +21,8 @@ from runner.checkpoint import file, find
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.rules import needing_one_process
 from runner.config.schema.train import Train
-from runner.config.validate import typed
 from runner.data.module import DataModule
 from runner.distributed.batchnorm import synchronize
 from runner.distributed.sharding import is_sharded, shard
@@ -37,47 +36,25 @@ from runner.run.setup import Setup
 from runner.runtime.blocks import Block, named_blocks, repeated_blocks
 from runner.tasks.task import Task
 
-T = TypeVar("T", bound=Train)
-
 _TRIED = 32  # targets
 _COMPARED = (1, 10, 100, 1000)  # steps after which buffers are compared
 _WEIGHTS = "different initial weights"
 
 
-def job_of(composition: Composition, setup: Setup, directory: Path) -> dict[str, Any]:
-    """What every rank of a run gets, as what JSON can contain: nothing is composed or looked for again."""
-    return {
-        "composition": composition.to_plain(),
-        "config": to_plain(setup.config),
-        "directory": str(directory),
-        "checkpoint": str(setup.found.path) if setup.found else None,
-        "differences": setup.differences,
-        "warnings": setup.warnings,
-    }
+def job_of(composition: Composition, setup: Setup, directory: Path) -> tuple[Composition, Setup, Path, Path | None]:
+    """What every rank of a run gets, pickled: nothing is composed or looked for again."""
+    checkpoint = setup.found.path if setup.found else None
+    return composition, dataclasses.replace(setup, found=None, again=None), directory, checkpoint
 
 
-def setup_of_rank(job: Mapping[str, Any]) -> Setup:
+def setup_of_rank(setup: Setup, directory: Path, checkpoint: Path | None) -> Setup:
     """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
-    directory, found = Path(job["directory"]), None
+    found = None
     if restarted() and find.named(directory / "checkpoints", "last"):
         found = find.load(str(directory), directory.parent, prefer="last", later=True)
-    elif job["checkpoint"] is not None:
-        path = Path(job["checkpoint"])
-        found = find.LoadedCheckpoint(path, file.read(path, later=True), [])
-    differences = [(key, before, after) for key, before, after in job["differences"]]
-    return Setup(config_from_plain(job["config"], Train), found, differences, warnings=job["warnings"])
-
-
-def config_from_plain(values: dict[str, Any], schema: type[T]) -> T:
-    """The config that `runner.config.frozen.to_plain` was called on.
-
-    Raises:
-        ConfigError: if the values have other types, as those of another version of this package may.
-    """
-    config, problems = typed(schema, values)
-    if config is None:
-        raise ConfigError(problems)
-    return config
+    elif checkpoint is not None:
+        found = find.LoadedCheckpoint(checkpoint, file.read(checkpoint, later=True), [])
+    return dataclasses.replace(setup, found=found)
 
 
 def count_ranks(config: Train) -> int:

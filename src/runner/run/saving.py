@@ -109,7 +109,7 @@ class Saving:
         if not world().decide(self.manager.last.is_file):
             self._save(loop, False)
             self._background.wait()
-        world().wait_for_all()  # so that all see the same best checkpoint
+        world().gather(None)  # so that all see the same best checkpoint
 
     def resume(self, found: LoadedCheckpoint, continued: bool) -> list[str]:
         """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.

@@ -64,29 +64,28 @@ def launch_verb(verb: Verb, argv: Sequence[str]) -> int:
 
 def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
     """Run a verb as one of the ranks that torchrun or SLURM started."""
-    from runner.distributed import follow
-    from runner.distributed.store import rank, size
+    from runner.distributed import store
     from runner.launch.processes import end_with_parent
 
     end_with_parent()
     if not verb.on_ranks:
-        if rank():
+        if store.rank():
             return USAGE  # rank 0 says why
-        problem = f"runs in one process, and torchrun or srun started {size()}"
+        problem = f"runs in one process, and torchrun or srun started {store.size()}"
         raise UserError(verb.name, problem, f"python -m runner {verb.name} without torchrun and srun")
     # Ranks with different commands would train different things, so they compare their words first
     words = mask_words([verb.name, *argv])
-    if rank():
-        follow.compare(words)
+    if store.rank():
+        store.compare(words)
         from runner.verbs import _ranks
 
         return _ranks.follow_rank_0(importlib.import_module(verb.module).as_rank if verb.keeps_runs else _ranks.as_rank)
     try:
-        follow.compare(words)
+        store.compare(words)
         return _launch(verb, argv, one_process=False)
     # The others wait for jobs, and are released even if this rank fails
     finally:
-        follow.dismiss()
+        store.dismiss()
 
 
 def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:

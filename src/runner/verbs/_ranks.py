@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import json
 import os
 import sys
 import tempfile
@@ -19,15 +18,13 @@ from torch.distributed import DistNetworkError
 
 from runner.base.errors import FAILED, INTERRUPTED, OK, PREEMPTED, first_line
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.keys import key_of
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.schema.train import Train
-from runner.distributed import follow
-from runner.distributed.store import rank
+from runner.distributed import store
 from runner.distributed.world import joined, started_by_launcher
 from runner.run.from_checkpoint import resolve_checkpoint
-from runner.run.ranks import config_from_plain, count_ranks, device_of_rank
+from runner.run.ranks import count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
 from runner.verbs._errors import print_error
 from runner.verbs._table import VERBS, Verb
@@ -35,56 +32,47 @@ from runner.verbs._table import VERBS, Verb
 _REPORT_S = 5.0
 
 
-def lead(job: dict[str, Any], config: Train, work: Callable[[], float | None]) -> float | None:
-    """Do `work` as rank 0 of those that torchrun or SLURM started, while the others do the job.
-
-    Args:
-        job: what JSON can contain.
-        config: of the job.
-        work: what rank 0 does.
+def lead(job: Any, config: Train, work: Callable[[], float | None]) -> float | None:
+    """Do `work` as rank 0 of those that torchrun or SLURM started, while the others do the job, which has this config.
 
     Raises:
         RankFailed: if another rank failed first.
     """
-    from runner.launch.ranks import Outcome, RankFailed, outcome_of
+    from runner.launch.ranks import RankFailed, outcome_of
 
-    store = follow.lead(job)
+    meeting = store.lead(job)
     try:
-        with joined(config.dist.timeout_s, device_of_rank(config), store):
+        with joined(config.dist.timeout_s, device_of_rank(config), meeting):
             return work()
     except Exception as error:
         # This rank may only have lost its partner: the first failure in the store is the cause
-        if outcome_of(0, error).lost and (failed := follow.first_failure()):
-            raise RankFailed(Outcome(**json.loads(failed))) from error
+        if outcome_of(0, error).lost and (failed := store.first_failure()):
+            raise RankFailed(failed) from error
         raise
 
 
-def follow_rank_0(entry: Callable[[dict[str, Any], Any], Any]) -> int:
+def follow_rank_0(entry: Callable[[Any, Any], Any]) -> int:
     """On another rank, call `entry(job, store)` for every job of rank 0; returns the exit status."""
     from runner.launch.ranks import RankFailed, outcome_of
 
     status = OK
-
-    def work(job: dict[str, Any], store: Any) -> None:
-        nonlocal status
-        try:
-            entry(job, store)
-        # The failure is reported to rank 0, which has the terminal
-        except (Exception, SystemExit) as error:
-            outcome = outcome_of(rank(), error)
-            follow.report(outcome)
-            status = outcome.status
-            if not outcome.lost and status != PREEMPTED:
-                raise RankFailed(outcome) from error
-
     try:
-        follow.follow(work)
-    except RankFailed as failed:
-        print_error(f"{failed}{failed.hint}")
-        # The launcher ends all ranks when this one ends, and rank 0 needs the time to report the error.
-        time.sleep(_REPORT_S)
+        for job, meeting in store.jobs():
+            try:
+                entry(job, meeting)
+            # The failure is reported to rank 0, which has the terminal
+            except (Exception, SystemExit) as error:
+                outcome = outcome_of(store.rank(), error)
+                store.report(outcome)
+                status = outcome.status
+                if outcome.failed and not outcome.lost:
+                    failed = RankFailed(outcome)
+                    print_error(f"{failed}{failed.hint}")
+                    # The launcher ends all ranks when this one ends, and rank 0 needs the time to report the error.
+                    time.sleep(_REPORT_S)
+                    return status
     except DistNetworkError as error:  # of the store
-        print_error(f"rank {rank()}: rank 0 or the launcher is gone: {first_line(error)}")
+        print_error(f"rank {store.rank()}: rank 0 or the launcher is gone: {first_line(error)}")
         return FAILED
     return status
 
@@ -112,7 +100,7 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     config, size = resolved.config, 1 if led else count_ranks(resolved.config)
     # `best` and `last` could name another file by the time that another rank looks.
     composition = dataclasses.replace(composition, values=composition.values | {"ckpt_path": str(resolved.found.path)})
-    job = {"verb": verb.name, "composition": composition.to_plain(), "config": to_plain(config)}
+    job = verb.name, composition, config
     if led:
         return lead(job, config, functools.partial(run, composition))
     if size == 1:
@@ -126,15 +114,14 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     return outcome.value
 
 
-def as_rank(job: dict[str, Any], store: Any = None) -> float | None:
+def as_rank(job: tuple[str, Composition, Train], meeting: Any = None) -> float | None:
     """Run a job that `on_ranks` made as one of several ranks, of which only rank 0 prints."""
-    config = config_from_plain(job["config"], SCHEMAS[job["verb"]])
-    run = importlib.import_module(VERBS[job["verb"]].module).run
+    verb, composition, config = job
     with contextlib.ExitStack() as stack:
-        world = stack.enter_context(joined(config.dist.timeout_s, device_of_rank(config), store))
+        world = stack.enter_context(joined(config.dist.timeout_s, device_of_rank(config), meeting))
         if not world.first:
             nowhere = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
-        value: float | None = run(Composition.from_plain(job["composition"]))
+        value: float | None = importlib.import_module(VERBS[verb].module).run(composition)
     return value

@@ -109,15 +109,15 @@ def _pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     return pruning(decide)
 
 
-def as_rank(job: dict[str, Any], store: Any = None) -> float | None:
-    """Train as one of several ranks, from what rank 0 or the launcher decided."""
-    signals, setup, directory = StopSignals(patient=True), setup_of_rank(job), Path(job["directory"])
+def as_rank(job: tuple[Composition, Setup, Path, Path | None], store: Any = None) -> float | None:
+    """Train as one of several ranks, from what rank 0 or the launcher decided, see `job_of`."""
+    composition, setup, directory, checkpoint = job
+    signals, setup = StopSignals(patient=True), setup_of_rank(setup, directory, checkpoint)
     config = setup.config
     with contextlib.ExitStack() as ending:
         world = ending.enter_context(joined(config.dist.timeout_s, device_of_rank(config), store))
         ending.enter_context(signals)  # before, there is nothing to save, and a signal ends the process
         scratch = ending.enter_context(tempfile.TemporaryDirectory())
-        composition = Composition.from_plain(job["composition"])
         record = RunRecord.of_rank(composition, setup, directory, world.rank, Path(scratch))
         ending.callback(record.directory.write_summary, record.summary)
         ending.callback(record.console.stop)

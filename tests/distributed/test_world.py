@@ -1,27 +1,37 @@
-"""Several ranks evaluate what one process evaluates: each sample once, and every number to the last digit."""
+"""What ranks tell each other: errors, the time, reasons to stop, and the metrics of samples that each evaluates once."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import rank_functions
 import split_sizes
 from extended import some
 
-from rank_pool import RankPool
+
+def test_an_error_that_cannot_be_sent_reaches_every_rank(on_ranks: Callable[..., list[Any]]) -> None:
+    expected = ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
+    assert on_ranks(rank_functions.errors, 2) == [expected, expected]
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_ranks_whose_clocks_differ_agree(on_ranks: Callable[..., list[Any]]) -> None:
+    assert on_ranks(rank_functions.agreed, 2) == [[5.0, "", 6.0, "SIGTERM"]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", some([2, 3, 4], 0))
 def test_splits_of_many_sizes_give_the_same_numbers_on_any_number_of_ranks(
-    pool: RankPool, tmp_path: Path, ranks: int
+    on_ranks: Callable[..., list[Any]], ranks: int
 ) -> None:
     # One process, without a process group.
     expected = json.loads(json.dumps(split_sizes.all_found()))  # JSON keeps every bit of a float
-    pool(split_sizes.on_a_rank, tmp_path, ranks)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    found = on_ranks(split_sizes.by_strategy, ranks)
     for strategy, kinds in (("ddp", ("classes", "numbers")), ("fsdp", ("classes",))):
         for one, *parts in zip(expected, *(each[strategy] for each in found), strict=True):
             for kind in kinds:
