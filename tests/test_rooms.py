@@ -186,7 +186,7 @@ BUDGET = {
     "distributed": 883,
     "engine": 2_954,
     "instrument": 633,  # attributes of a task, which a trial puts back
-    "lab": 6_164,
+    "lab": 6_145,
     "launch": 1_029,
     "models": 1_359,
     "optim": 1_214,
