@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import check_photos
+import numpy as np
+import torch
 import torch.nn.functional as F
+from photographs import photo
 from torch import Tensor, nn
 
 from runner.data.sources.arrays import ImageArrays
+
+KINDS = 4
+
+
+@functools.cache
+def _drawn(samples: int, side: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = np.random.default_rng(seed)
+    images = [np.array(photo(number % KINDS, KINDS, side, generator)) for number in range(samples)]
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous(), torch.arange(samples) % KINDS
 
 
 def photos(samples: int = 320, side: int = 32, numbers: bool = False, **unused: Any) -> dict[str, ImageArrays]:
     """Images that resemble photographs, to classify, or to tell the brightness of."""
     found = {}
     for seed, (split, count) in enumerate({"train": samples, "val": samples // 4, "test": samples // 4}.items()):
-        images, targets = check_photos.photos(count, side, seed)
-        names = check_photos.NAMES
+        images, targets = _drawn(count, side, seed)
+        names = tuple(f"kind{number}" for number in range(KINDS))
         if numbers:
             targets, names = (images.float().mean((1, 2, 3)) / 255 - 0.5) * 8, ()
         found[split] = ImageArrays(images.clone(), targets.clone(), names)

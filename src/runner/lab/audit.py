@@ -34,10 +34,9 @@ _MOST_ROWS = 40
 
 def run(composition: Composition) -> float:
     """Compare two runs, or two checkpoints; a job of a sweep returns 1.0 if something differs, others exit with status 1."""
-    values = composition.values
-    report = Report(values.get("json") is True)
+    report = Report(composition.values.get("json") is True)
     # Two runs that there are need no training
-    if values.get("a") is not None or values.get("b") is not None:
+    if any(composition.values.get(side) is not None for side in ("a", "b")):
         config = resolve_config(composition, Audit)
         record, warnings = compare(str(config.a), str(config.b), Path(config.output_root) / config.name)
         report.warnings(warnings)

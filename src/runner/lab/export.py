@@ -30,16 +30,8 @@ from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
-from runner.run.from_checkpoint import (
-    MODEL,
-    ResolvedCheckpoint,
-    activation_of,
-    as_list,
-    output_folder,
-    resolve_checkpoint,
-    run_directory_of,
-    unique_names,
-)
+from runner.run import from_checkpoint
+from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
 from runner.tasks.task import Task
@@ -168,11 +160,11 @@ def run(composition: Composition) -> float:
     Exits with status 1 if a format differs from the model by more than `tolerance`.
     """
     report = Report(composition.values["json"])
-    resolved = resolve_checkpoint(composition, Export, MODEL)
+    resolved = resolve_checkpoint(composition, Export, from_checkpoint.MODEL)
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
     config = dataclasses.replace(resolved.config, channels_last=False)
     resolved = dataclasses.replace(resolved, config=config)
-    chosen = list(dict.fromkeys(as_list(config.format)))
+    chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
     missing = [each for each in _OF_ONNX if "onnx" in chosen and importlib.util.find_spec(each) is None]
     if missing:
         problem = f"onnx needs packages that are not installed: {', '.join(missing)}"
@@ -205,7 +197,7 @@ def run(composition: Composition) -> float:
     if not isinstance(outputs, Tensor):
         problem = f"returns {type(outputs).__name__}; only models that return one tensor can be exported"
         raise UserError("model", problem, "a model that returns a tensor")
-    run_directory = run_directory_of(resolved.found.path)
+    run_directory = from_checkpoint.run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
     files, compared = dict[str, dict[str, Any]](), list[dict[str, Any]]()
@@ -311,7 +303,7 @@ def _description(
         "weights_sha256": weights_sha256(resolved.weights[0]),
         "model": str(config.model["_target_"]),
         "task": str(config.task["_target_"]),
-        "classes": unique_names(resolved.classes),
+        "classes": from_checkpoint.unique_names(resolved.classes),
         "input": {
             "name": INPUT,
             "shape": ["batch", *images.shape[1:]],
@@ -320,7 +312,7 @@ def _description(
             "layout": "NCHW",
         },
         "output": {"name": OUTPUT, "shape": ["batch", *outputs.shape[1:]], "dtype": "float32"},
-        "activation": activation_of(task),
+        "activation": from_checkpoint.activation_of(task),
         "threshold": getattr(task, "threshold", None),
         "preprocessing": {
             "colours": {3: "RGB", 1: "grey"}.get(data.channels, f"{data.channels} channels"),

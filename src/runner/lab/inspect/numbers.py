@@ -80,12 +80,9 @@ def numbers_of(tensor: Tensor) -> Numbers:
     """The numbers of a tensor of any device and dtype."""
     values = tensor.detach().cpu().double().flatten()
     finite = values[values.isfinite()]
-    mean = std = minimum = maximum = norm = math.nan
-    zeros = 0.0
-    if len(finite):
-        found = finite.mean(), finite.std(correction=0), finite.min(), finite.max(), finite.norm()
-        mean, std, minimum, maximum, norm = map(float, found)
-        zeros = float((finite == 0).double().mean())
+    some = finite if len(finite) else values.new_full((1,), math.nan)
+    found = some.mean(), some.std(correction=0), some.min(), some.max(), some.norm(), (some == 0).double().mean()
+    mean, std, minimum, maximum, norm, zeros = map(float, found)
     return Numbers(tuple(tensor.shape), mean, std, minimum, maximum, norm, zeros, len(values) - len(finite))
 
 

@@ -26,17 +26,10 @@ from runner.engine.step import Supervised
 from runner.instrument.no_trace import evaluating
 from runner.lab.inspect.parts import PARTS, Inspection, batches_of, shape_text
 from runner.models.features import Extractor, write_features
+from runner.run import from_checkpoint
 from runner.run.describe import describe
 from runner.run.directory import claim, timestamp
-from runner.run.from_checkpoint import (
-    MODEL,
-    ResolvedCheckpoint,
-    check_classes,
-    output_folder,
-    resolve_checkpoint,
-    run_directory_of,
-    split_of,
-)
+from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import model_of
 from runner.run.run import Run
 from runner.tracking.formats import compact
@@ -50,7 +43,7 @@ def run(composition: Composition) -> float:
     if composition.values.get("ckpt_path") is None:
         config = resolve_config(composition, Inspect)
     else:
-        resolved = resolve_checkpoint(composition, Inspect, MODEL)
+        resolved = resolve_checkpoint(composition, Inspect, from_checkpoint.MODEL)
         config = _without_data(resolved) or resolve_checkpoint(composition, Inspect).config
     found = resolved.found if resolved else None
     report = Report(config.json)
@@ -74,7 +67,7 @@ def run(composition: Composition) -> float:
         kind = ""
         if resolved is not None:
             if own := (resolved.config.data == config.data):
-                check_classes(resolved.classes, training.data.classes)
+                from_checkpoint.check_classes(resolved.classes, training.data.classes)
             resolved.load_weights(training.model, training.task, training.loss if own else None)
             kind = resolved.weights[1]
         averaged = "" if kind in ("", "raw") else f", averaged weights ({kind})"
@@ -141,7 +134,7 @@ def _inspected(
 def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:
     """The folder of the results; a new one inside the checkpoint's run unless something else is asked for."""
     chosen = config.output if not config.features else None
-    run = run_directory_of(found.path) if found is not None else None
+    run = from_checkpoint.run_directory_of(found.path) if found is not None else None
     given = composition.job_dir or composition.run_dir
     if chosen is None and given is None and run is not None:
         return claim(run / "inspect", timestamp())
@@ -152,7 +145,7 @@ def _written_features(config: Inspect, training: Run, new_folder: Callable[[], P
     """Write features of a split, with the targets and the place of each sample in its data set."""
     if not training.data.pairs:
         raise UserError("features", "needs samples that are pairs of image and target", "[]")
-    split = split_of(training.data, config.split)
+    split = from_checkpoint.split_of(training.data, config.split)
     features = Extractor(model_of(training.model), config.features).rows
     output = Path(config.output) if config.output is not None else None
     if output is not None and output.suffix in FEATURE_FILES:
