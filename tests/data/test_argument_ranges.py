@@ -63,7 +63,7 @@ DIFFERENT = "two or more different digits from 0 to 9"
         (synthetic, {"image_size": 4000}, "image_size"),
         *((digits, {"classes": classes}, DIFFERENT) for classes in ([], [3], [1, 1], [3, 10], [-1, 2])),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_arguments_out_of_range_are_named(target: Any, arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
