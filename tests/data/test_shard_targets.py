@@ -256,7 +256,7 @@ def test_samples_without_a_mask_or_with_other_objects_are_refused(
 
 def test_a_forgotten_key_is_named(shapes: Path, accepted: Any, rejected: Any) -> None:
     accepted("pack", *MASKS, "output=out")
-    said = rejected("train", "experiment=segmentation", "data=shards", "data.root=out", "data.dataset.target=mask").err
+    said = rejected("train", "task=segmentation", "data=shards", "data.root=out", "data.dataset.target=mask").err
     assert "data.images: is null, and data.dataset.target=mask" in said
 
 

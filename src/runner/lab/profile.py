@@ -279,7 +279,7 @@ def _write(folder: Path, measured: Measurement, config: str, device: torch.devic
     """Write trace, table of operations and config; returns the names of the files."""
     written = [measured.snapshot.name] if measured.snapshot is not None else []
     if measured.profiler is not None:
-        trace = folder.resolve() / "trace.json"
+        trace = (folder / "trace.json").resolve()  # torch renames a file, and would replace a link
         try:
             measured.profiler.export_chrome_trace(str(trace))
         finally:  # torch says nothing when it cannot, and leaves a part of it under another name

@@ -19,7 +19,6 @@ from runner.base.errors import UserError
 from runner.base.files import make_folder, write_atomically, write_json, writing
 from runner.base.reading import open_regular, read_json, read_summary
 from runner.base.secrets import mask_text, mask_words
-from runner.checkpoint import find
 from runner.tracking import progress_file
 from runner.tracking.jsonl import copy_until
 
@@ -60,6 +59,8 @@ def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory |
 
     Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
     """
+    from runner.checkpoint.find import recency  # imports torch, which reports and sweeps do without
+
     skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
 
     # A run that cannot be read is skipped with a warning, as an older one may be fine
@@ -74,7 +75,7 @@ def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory |
         return None
 
     # Every run has this file, because it is written first
-    for folder in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=find.recency, reverse=True):
+    for folder in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=recency, reverse=True):
         if (read_summary(folder) or {}).get("status") == "finished":
             # A finished run that is newer than the unfinished one wins: what was interrupted was done again
             finished.append(folder)
