@@ -113,7 +113,7 @@ def test_stopped_before_at_or_after_the_moment_a_run_ends_with_the_same_bits(nam
     whole = call(**COMBINATIONS[name])
     for stop in (1, 2, 3):
         part = call(**COMBINATIONS[name], max_steps=stop)
-        rest = call(max_steps=4, ckpt_path=str(part["folder"]))
+        rest = call(**COMBINATIONS[name], ckpt_path=str(part["folder"]))
         assert rest["weights_sha256"] == whole["weights_sha256"] != part["weights_sha256"]
         assert ("step 2: " in rest["shown"]) == (stop == 1)
 

@@ -21,12 +21,8 @@ TINY = (
     "data.num_workers=0", "scheduler=constant", "evaluate.batch_size=7",
 )  # fmt: skip
 EXACT = (
-    *TINY,
-    "dtype=float64",
-    "optimizer=sgd",
-    "data.shuffle=false",
-    "transform.sample_train=${transform.sample_eval}",
-)
+    *TINY, "dtype=float64", "optimizer=sgd", "data.shuffle=false", "transform.sample_train=${transform.sample_eval}",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -69,23 +65,17 @@ def test_workers_and_kills_give_the_same_weights(train: Callable[..., Any], kill
     assert (again["weights_sha256"], again["best"]) == (expected["weights_sha256"], expected["best"])
 
 
-@pytest.mark.parametrize(
-    "words",
-    some(
-        [("accumulate=2", "data.batch_size=4"), ("devices=2",), ("devices=2", "accumulate=2", "data.batch_size=4")],
-        0,
-        1,
-    ),
-)
+_HALVES = ("accumulate=2", "data.batch_size=4")
+
+
+@pytest.mark.parametrize("words", some([_HALVES, ("devices=2",), ("devices=2", *_HALVES)], 0, 1))
 def test_a_batch_that_is_divided_unevenly_trains_the_same_weights(train: Callable[..., Any], words: Any) -> None:
     # Masks have different numbers of pixels that count, and some batches of a rank or a micro-batch few of them
     one, other = train(*EXACT, "+model.aux=true"), train(*EXACT, "+model.aux=true", *words)
     for name, weight in weights(one).items():
         torch.testing.assert_close(weights(other)[name], weight, rtol=0, atol=1e-10)
     before, after = one.summary["last"], other.summary["last"]
-    assert {key: after[key] for key in ("miou", "pixel_accuracy")} == {
-        key: before[key] for key in ("miou", "pixel_accuracy")
-    }
+    assert (after["miou"], after["pixel_accuracy"]) == (before["miou"], before["pixel_accuracy"])
     assert after["loss"] == pytest.approx(before["loss"], abs=1e-10)
 
 
@@ -276,13 +266,8 @@ def test_files_that_cannot_be_read_are_skipped_and_counted(train: Callable[..., 
 
 def test_black_and_white_masks_and_splits_by_fractions(train: Callable[..., Any], shapes: Path) -> None:
     white(shapes)
-    words = (
-        "data.dataset.classes=[ground,shape]",
-        "data.dataset.values=[0,255]",
-        "data.root=shapes/train",
-        "data.split.val=0.3",
-    )
-    result = train(*TINY, *words, "epochs=1")
+    words = ("data.dataset.classes=[ground,shape]", "data.dataset.values=[0,255]", "data.split.val=0.3")
+    result = train(*TINY, *words, "data.root=shapes/train", "epochs=1")
     assert "2 classes" in result.err + result.out
     assert "6 val" in result.err + result.out
 
@@ -307,9 +292,7 @@ def test_mask_and_image_move_together_and_only_the_image_changes_its_colours() -
         assert bool((picture[:, moved == 255] == 0).all())
         assert bool(((picture[0].float() - 20 - 200 * moved.float()).abs() < 110)[moved != 255].float().mean() > 0.9)
     whole, placed = ScaleCrop(32)((image, mask))
-    assert [part.equal(other) for part, other in zip((whole, placed), ScaleCrop(32)((image, mask)), strict=True)] == [
-        True
-    ] * 2
+    assert all(part.equal(other) for part, other in zip((whole, placed), ScaleCrop(32)((image, mask)), strict=True))
     assert (placed == 255).sum() == 32 * (32 - 19)
     assert ScaleCrop(40)((image, mask))[1][:, :24].equal(classes)
 
