@@ -153,6 +153,10 @@ def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained
         ({"freeze": ["*"], "unfreeze_at": 2}, "error: freeze: leaves nothing to train in the first step"),
         ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
         ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
+        (
+            {"model": "airbench", "data.image_size": 32, "model.head": "none"},
+            "error: model: gives (1, 256) for one image",
+        ),
         ({"init": "whiten"}, "error: init: whiten does not apply: the first convolution needs two"),
         (
             {"model": "vit_tiny", "init": "zero_gamma"},

@@ -34,13 +34,13 @@ class Airbench(nn.Module):
         channels = [8 * in_channels, *widths]
         groups = [_group(*pair, momentum) for pair in pairwise(channels)]
         self.stages = nn.Sequential(nn.GELU(), *groups)
-        self.head = nn.Linear(widths[-1], num_classes, bias=False)
+        self.features, self.head = widths[-1], nn.Linear(widths[-1], num_classes, bias=False)
         nn.init.normal_(self.head.weight)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, in_channels, H, W), both floating point; of three groups, of at least 17 pixels."""
         features: Tensor = self.stages(self.whiten(images)).amax(dim=(2, 3))
-        logits: Tensor = self.head(features) / self.head.in_features
+        logits: Tensor = self.head(features) / self.features
         return logits
 
 
