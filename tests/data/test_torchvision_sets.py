@@ -46,7 +46,7 @@ def _write_family(root: Path, name: str = "MNIST", packed: bool = False) -> Path
         for kind, tensor in (("images-idx3", IMAGES[:count]), ("labels-idx1", LABELS[:count])):
             content = _idx(tensor)
             path = folder / f"{prefix}-{kind}-ubyte{'.gz' if packed else ''}"
-            path.write_bytes(gzip.compress(content) if packed else content)
+            path.write_bytes(gzip.compress(content, mtime=0) if packed else content)
     return folder
 
 
