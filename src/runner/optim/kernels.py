@@ -90,7 +90,7 @@ def _require_a_step(component: Component, key: str, kernels: dict[str, bool], li
     except (AssertionError, RuntimeError) as error:
         problem = f"{component.target.__name__} cannot take a step: {first_line(error)}"
         raise UserError(key, problem, "other arguments, or another optimizer") from error
-    except Exception:  # reported where the optimizer itself is built
+    except (TypeError, ValueError):  # reported where the optimizer is built, or its step takes a closure
         return
 
 
