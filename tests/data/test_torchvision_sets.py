@@ -4,7 +4,6 @@ import contextlib
 import errno
 import gzip
 import hashlib
-import http.server
 import os
 import pickle
 import re
@@ -17,7 +16,9 @@ import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.error import URLError
 
 import numpy as np
@@ -27,6 +28,7 @@ import torch
 import torchvision.datasets as tv
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_server import LocalServer
 
 from runner.base.errors import DiskFull, UserError
 from runner.data.sources import torchvision_sets as sets
@@ -120,50 +122,36 @@ def _md5(path):
     return hashlib.md5(path.read_bytes()).hexdigest()
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Serves the files of a folder, or what `faults` has for their names, after a pause in seconds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.pause = folder, 0.0
-        self.requests: list[str] = []
-        self.faults: dict[str, object] = {}
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/"
-
-    def published(self, monkeypatch) -> None:
-        """Have torchvision download MNIST from here, with the digests of these files."""
-        files = [(path.name, _md5(path)) for path in sorted(self.folder.iterdir())]
-        monkeypatch.setattr(tv.MNIST, "resources", files)
-        monkeypatch.setattr(tv.MNIST, "mirrors", [f"{self.url}gone/", self.url])
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        name = self.path.strip("/")
-        if "/" in name:
-            return self.send_error(404)
-        self.server.requests.append(name)
-        content = (self.server.folder / name).read_bytes()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        time.sleep(self.server.pause)
-        with contextlib.suppress(OSError):
-            self.wfile.write(self.server.faults.get(name, content))
-        return None
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def server(tmp_path, monkeypatch):
+    """A server of the files of a folder, from which torchvision downloads MNIST, with the digests of its files.
+
+    After a pause in seconds, it sends what `faults` has for the name of a file, or the file.
+    """
+    folder, listener = _write_family(tmp_path / "published", packed=True), LocalServer()
+    made = SimpleNamespace(folder=folder, pause=0.0, requests=[], faults={})
+
+    def answer(handler):
+        name = handler.path.strip("/")
+        if "/" in name:
+            return handler.send_error(404)
+        made.requests.append(name)
+        content = (folder / name).read_bytes()
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        time.sleep(made.pause)
+        with contextlib.suppress(OSError):
+            handler.wfile.write(made.faults.get(name, content))
+        return None
+
     monkeypatch.undo()  # of `_offline`
-    with Server(_write_family(tmp_path / "published", packed=True)) as made:
-        threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01}).start()
-        made.published(monkeypatch)
-        yield made
-        made.shutdown()
+    listener.listen(type("Handler", (BaseHTTPRequestHandler,), {"do_GET": answer}))
+    made.url = f"http://127.0.0.1:{listener.port}/"
+    monkeypatch.setattr(tv.MNIST, "resources", [(path.name, _md5(path)) for path in sorted(folder.iterdir())])
+    monkeypatch.setattr(tv.MNIST, "mirrors", [f"{made.url}gone/", made.url])
+    yield made
+    listener.stop()
 
 
 def test_idx_files_are_downloaded_where_they_are_missing_or_damaged(tmp_path, server):
@@ -196,18 +184,12 @@ def test_a_server_that_sends_nothing_is_given_up(tmp_path, server, monkeypatch):
         sets.mnist(str(tmp_path), True)
 
 
-def test_a_signal_of_the_run_ends_a_download(tmp_path, server):
-    received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda *_: received.append(1))
+def test_a_signal_of_the_run_ends_a_download(tmp_path, server, handled):
     server.pause = 30.0
-    try:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-        with pytest.raises(sets.DownloadStopped, match="a signal stopped the download of MNIST"):
-            sets.mnist(str(tmp_path), True)
-    finally:
-        server.pause = 0.0
-        signal.signal(signal.SIGTERM, before)
-    assert received == [1], "the run's own handler is called, too"
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    with pytest.raises(sets.DownloadStopped, match="a signal stopped the download of MNIST"):
+        sets.mnist(str(tmp_path), True)
+    assert handled == [signal.SIGTERM], "the run's own handler is called, too"
 
 
 def test_a_full_disk_is_said(tmp_path, server, monkeypatch):
@@ -308,6 +290,18 @@ def _write_cifar(root: Path, name: str, monkeypatch) -> Path:
     return folder
 
 
+def _write_svhn(root: Path, monkeypatch) -> Path:
+    rng = np.random.default_rng(0)
+    listed = dict(tv.SVHN.split_list)
+    for split, labels in (("train", [10, 1, 2]), ("test", [9, 10])):
+        url, filename, _ = listed[split]
+        pixels = rng.integers(0, 256, (32, 32, 3, len(labels)), dtype=np.uint8)
+        scipy.io.savemat(root / filename, {"X": pixels, "y": np.array(labels, dtype=np.uint8)[:, None]})
+        listed[split] = [url, filename, _md5(root / filename)]
+    monkeypatch.setattr(tv.SVHN, "split_list", listed)
+    return root
+
+
 CIFAR = {"CIFAR10": (sets.cifar10, 20, 10), "CIFAR100": (sets.cifar100, 4, 100)}
 
 
@@ -324,30 +318,52 @@ def test_cifar_is_read_as_channels_first(tmp_path, monkeypatch, name, download):
     assert torch.equal(found["test"].images, torch.from_numpy(stored).reshape(4, 3, 32, 32))
 
 
-@pytest.mark.parametrize("name", ["MNIST", *CIFAR])
-def test_missing_files_are_named_with_the_folder_and_the_remedy(tmp_path, monkeypatch, name):
-    if name == "MNIST":
-        folder, first, source = _write_family(tmp_path), "t10k-labels-idx1-ubyte", "unpacked or as .gz"
-    else:
-        folder = _write_cifar(tmp_path, name, monkeypatch)
-        first, source = getattr(tv, name).train_list[0][0], getattr(tv, name).url
+def test_svhn_is_read_with_zero_as_class_zero(tmp_path, monkeypatch):
+    found = sets.svhn(str(_write_svhn(tmp_path, monkeypatch)), False)
+    assert found["train"].targets.tolist() == [0, 1, 2]
+    assert found["test"].targets.tolist() == [9, 0]
+    stored = scipy.io.loadmat(tmp_path / "test_32x32.mat")["X"]
+    assert torch.equal(found["test"].images[1, 2], torch.from_numpy(stored[:, :, 2, 1]))
+
+
+@pytest.mark.parametrize(
+    ("build", "write", "first", "source"),
+    [
+        (sets.mnist, lambda root, _: _write_family(root), "t10k-labels-idx1-ubyte", "unpacked or as .gz"),
+        *(
+            (
+                CIFAR[name][0],
+                lambda root, patch, name=name: _write_cifar(root, name, patch),
+                getattr(tv, name).train_list[0][0],
+                getattr(tv, name).url,
+            )
+            for name in CIFAR
+        ),
+        (sets.svhn, _write_svhn, "test_32x32.mat", tv.SVHN.split_list["test"][0]),
+    ],
+    ids=["MNIST", *CIFAR, "SVHN"],
+)
+def test_missing_files_are_named_with_the_folder_and_the_remedy(tmp_path, monkeypatch, build, write, first, source):
+    folder = write(tmp_path, monkeypatch)
     (folder / first).unlink()
     with pytest.raises(UserError) as caught:
-        (sets.mnist if name == "MNIST" else CIFAR[name][0])(str(tmp_path), False)
+        build(str(tmp_path), False)
     for part in (str(folder), f": {first} not found", "data.download=true", source):
         assert part in str(caught.value)
 
 
-def test_a_damaged_cifar_file_is_named_and_never_unpickled(tmp_path, monkeypatch):
+def test_a_damaged_file_is_named_and_never_unpickled(tmp_path, monkeypatch):
     class Bomb:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "ran"),)
 
-    folder = _write_cifar(tmp_path, "CIFAR10", monkeypatch)
-    (folder / "data_batch_3").write_bytes(pickle.dumps(Bomb()))
+    (_write_cifar(tmp_path, "CIFAR10", monkeypatch) / "data_batch_3").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(UserError, match="data_batch_3 has another MD5 than the published one"):
         sets.cifar10(str(tmp_path), False)
     assert not (tmp_path / "ran").exists()
+    (_write_svhn(tmp_path, monkeypatch) / "test_32x32.mat").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"test_32x32\.mat has another MD5"):
+        sets.svhn(str(tmp_path), False)
 
 
 def test_an_archive_of_cifar_is_downloaded_and_unpacked(tmp_path, server, monkeypatch):
@@ -364,26 +380,6 @@ def test_an_archive_of_cifar_is_downloaded_and_unpacked(tmp_path, server, monkey
         assert sets.cifar10(str(root), True)["test"].images.shape == (4, 3, 32, 32)  # from the archive that is there
 
 
-def _write_svhn(root: Path, monkeypatch) -> None:
-    rng = np.random.default_rng(0)
-    listed = dict(tv.SVHN.split_list)
-    for split, labels in (("train", [10, 1, 2]), ("test", [9, 10])):
-        url, filename, _ = listed[split]
-        pixels = rng.integers(0, 256, (32, 32, 3, len(labels)), dtype=np.uint8)
-        scipy.io.savemat(root / filename, {"X": pixels, "y": np.array(labels, dtype=np.uint8)[:, None]})
-        listed[split] = [url, filename, hashlib.md5((root / filename).read_bytes()).hexdigest()]
-    monkeypatch.setattr(tv.SVHN, "split_list", listed)
-
-
-def test_svhn_is_read_with_zero_as_class_zero(tmp_path, monkeypatch):
-    _write_svhn(tmp_path, monkeypatch)
-    found = sets.svhn(str(tmp_path), False)
-    assert found["train"].targets.tolist() == [0, 1, 2]
-    assert found["test"].targets.tolist() == [9, 0]
-    stored = scipy.io.loadmat(tmp_path / "test_32x32.mat")["X"]
-    assert torch.equal(found["test"].images[1, 2], torch.from_numpy(stored[:, :, 2, 1]))
-
-
 def test_svhn_downloads_both_of_its_files(tmp_path, server, monkeypatch):
     _write_svhn(server.folder, monkeypatch)
     listed = {split: [f"{server.url}{name}", name, md5] for split, (_, name, md5) in tv.SVHN.split_list.items()}
@@ -391,18 +387,6 @@ def test_svhn_downloads_both_of_its_files(tmp_path, server, monkeypatch):
     root = tmp_path / "root"
     assert len(sets.svhn(str(root), True)["test"].targets) == 2
     assert {path.name for path in root.glob("[!.]*")} == {"train_32x32.mat", "test_32x32.mat"}
-
-
-def test_missing_and_damaged_svhn_files_are_distinguished(tmp_path, monkeypatch):
-    _write_svhn(tmp_path, monkeypatch)
-    (tmp_path / "test_32x32.mat").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"test_32x32\.mat has another MD5"):
-        sets.svhn(str(tmp_path), False)
-    (tmp_path / "test_32x32.mat").unlink()
-    with pytest.raises(UserError, match=r"test_32x32\.mat not found"):
-        sets.svhn(str(tmp_path), False)
-    with pytest.raises(UserError, match="downloading SVHN failed"):
-        sets.svhn(str(tmp_path), True)
 
 
 def test_the_real_fashion_mnist_is_read_from_its_gz_files():

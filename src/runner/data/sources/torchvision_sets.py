@@ -149,37 +149,34 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
     from torchvision.datasets.utils import check_integrity, download_and_extract_archive, download_url
 
     source, folder, is_svhn = getattr(datasets, name), Path(root).expanduser(), name == "SVHN"
-    # SVHN is two files, and the others are an archive
-    if is_svhn:
+    if is_svhn:  # two files, and the others are an archive
         listed = [source.split_list[split] for split in ("train", "test")]
-        sums = {filename: md5 for _, filename, md5 in listed}
+        sums, inner = {filename: md5 for _, filename, md5 in listed}, folder
         by_hand = "from " + " and ".join(url for url, _, _ in listed)
     else:
         sums = dict(source.train_list + source.test_list) | {source.meta["filename"]: source.meta["md5"]}
-        by_hand = f"by unpacking {source.url} in {folder}"
-    inner = folder if is_svhn else folder / source.base_folder
+        inner, by_hand = folder / source.base_folder, f"by unpacking {source.url} in {folder}"
 
     def fetch() -> None:
         for url, filename, md5 in listed if is_svhn else ():
             download_url(url, folder, filename, md5)
-        if not is_svhn:
+        if not is_svhn:  # also where torchvision's own check, which leaves out the names of classes, would find nothing
             download_and_extract_archive(source.url, folder, filename=source.filename, md5=source.tgz_md5)
 
-    def arrays(train: bool) -> ImageArrays:
-        chosen = {"split": "train" if train else "test"} if is_svhn else {"train": train}
+    def arrays(split: str) -> ImageArrays:
         with warnings.catch_warnings():
             # NumPy 2.4 warns about how NumPy 1 wrote the flags of a dtype into the pickles of CIFAR.
             warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
-            data = source(folder, **chosen)
+            data = source(folder, split if is_svhn else split == "train")
         pixels, labels = (data.data, data.labels) if is_svhn else (data.data.transpose(0, 3, 1, 2), data.targets)
-        classes = tuple(str(digit) for digit in range(10)) if is_svhn else tuple(data.classes)
-        images = torch.from_numpy(np.ascontiguousarray(pixels))
-        return ImageArrays(images, torch.from_numpy(np.array(labels, dtype=np.int64)), classes)
+        images, targets = np.ascontiguousarray(pixels), np.array(labels, dtype=np.int64)
+        classes = tuple(map(str, range(10) if is_svhn else data.classes))
+        return ImageArrays(torch.from_numpy(images), torch.from_numpy(targets), classes)
 
     def read() -> dict[str, ImageArrays]:
         _check_files(name, inner, [filename for filename in sums if not (inner / filename).is_file()], by_hand)
         try:
-            return {"train": arrays(train=True), "test": arrays(train=False)}
+            return {split: arrays(split) for split in ("train", "test")}
         # torchvision's message does not say which file is damaged, so the digests find it
         except (OSError, RuntimeError, EOFError) as error:
             damaged = [inner / filename for filename, md5 in sums.items() if not check_integrity(inner / filename, md5)]
