@@ -1,14 +1,16 @@
-"""Images with boxes, and instance masks if there are any: COCO's JSON and YOLO's text files."""
+"""Images with boxes, and instance masks if there are any: COCO's JSON and YOLO's text files, with the same checks."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import json
 import math
 import os
 import zlib
 from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +21,6 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, bounded, digits, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
-from runner.data.sources.annotated import Annotated, refuse_shares
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
 from runner.data.sources.listing import absent, check_names, existing, images_below, is_inside, unread_warnings, written
@@ -28,7 +29,86 @@ from runner.data.sources.places import Place
 OnError = Literal["raise", "skip"]
 
 _LARGEST = 2**28  # bytes of a label file
+_OUTSIDE = 0.01  # of a side, by which a box may lie outside of the image, as annotation tools round; it is cut off
 _SPLITS = ("train", "val", "test")
+
+
+@dataclass
+class Annotated:
+    """An image file and its objects, while the annotations are read; lists have an item for each object."""
+
+    path: Path
+    image_id: int
+    size: tuple[int, int] | None  # width and height in pixels that boxes refer to; None for fractions of them
+    problem: str = ""  # why it cannot be used
+    boxes: list[list[float]] = field(default_factory=list)  # left, top, right, bottom
+    labels: list[int] = field(default_factory=list)  # 1 to the number of classes
+    crowd: list[bool] = field(default_factory=list)  # whether a box is around many objects, which are not told apart
+    outlines: list[Any] = field(default_factory=list)  # polygons or a run-length encoding, if masks are read
+
+    def __post_init__(self) -> None:
+        if not -(2**63) <= self.image_id < 2**63:
+            raise ValueError(f"the id {self.image_id} has more than 64 bits")
+
+    def add(self, place: str, box: Sequence[float], label: int, crowd: bool = False, outline: Any = None) -> None:
+        """Add an object; `place` says where it stands."""
+        inside, wrong = clipped(box, self.size)
+        self.problem = self.problem or (wrong and f"the box in {place} {wrong}")
+        if reason := _wrong_outline(outline, (self.size or (1, 1)) * 2, max(box)):
+            self.problem = self.problem or f"the polygon of {place} {reason}"
+        self.boxes.append(inside)
+        self.labels.append(label)
+        self.crowd.append(crowd)
+        self.outlines.append(outline)
+
+
+def clipped(box: Sequence[float], size: tuple[int, int] | None) -> tuple[list[float], str]:
+    """The part of a box within its image, and what is wrong with it, or nothing; for `size` see `Annotated`."""
+    sides = (size or (1, 1)) * 2
+    inside = [min(max(number, 0), side) for number, side in zip(box, sides, strict=True)]
+    near = all(abs(a - b) <= _OUTSIDE * side for a, b, side in zip(box, inside, sides, strict=True))
+    if near and inside[0] < inside[2] and inside[1] < inside[3]:
+        return inside, ""
+    unit = f"in an image of {sides[0]}x{sides[1]} pixels" if size else "as fractions of width and height"
+    shown = f"left, top, right, bottom = {', '.join(f'{number:g}' for number in box)} {unit}"
+    if not size and max(box) > 2:
+        shown += "; these look like pixels: divide x and width by the width of the image, y and height by its height"
+    return inside, f"is empty, or outside of the image: {shown}"
+
+
+def _wrong_outline(outline: Any, sides: Sequence[float], far: float) -> str:
+    """What is wrong with the polygons of an object, such as that its mask would lack a part; or nothing.
+
+    `far` is the largest number of its box.
+    """
+    if outline is None or isinstance(outline, dict):  # no masks, or run lengths
+        return ""
+    if not isinstance(outline, list) or not outline or not all(isinstance(part, list) for part in outline):
+        return f"is not a list of polygons: {str(outline)[:60]}"
+    if wrong := [part for part in outline if len(part) < 6 or len(part) % 2]:
+        return f"has a part that is not three points or more: {str(wrong[0])[:60]}"
+    if not any(map(_has_area, outline)):
+        return f"is a line: {str(outline)[:60]}"
+    if max(sides) > 1 and max(map(max, outline)) <= 1 < far - 1:
+        return f"has fractions of width and height, and its box is in pixels: {str(outline)[:60]}"
+    limits = [(part[axis::2], sides[axis]) for part in outline for axis in (0, 1)]
+    if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):  # they take memory
+        return "is more than a side outside of the image"
+    return ""
+
+
+def _has_area(part: Sequence[float]) -> bool:
+    """Tell whether the points of a polygon are not all on one line."""
+    points = [(x - part[0], y - part[1]) for x, y in zip(part[::2], part[1::2], strict=True)]
+    return not all(math.isclose(x * b, a * y) for (x, y), (a, b) in itertools.pairwise(points))
+
+
+def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
+    """Raise `UserError` if all boxes of images that have a size are within the first pixel: they are fractions of its sides."""
+    sized = [image for image in images if image.size and image.boxes]
+    if sized and max(number for image in sized for box in image.boxes for number in box) <= 1:
+        problem = f"no number of a box is above 1, as in fractions of width and height, such as in {sized[0].path}"
+        raise UserError(key, problem, allowed)
 
 
 class DetectionImages(ImageFolder):
@@ -84,7 +164,7 @@ class DetectionImages(ImageFolder):
         return said
 
     def json_of(self, index: int, resized: bool) -> bytes:
-        """The objects of item `index` as `objects_of` reads them, for an image of another size if it is `resized`."""
+        """The objects of item `index` in JSON of `data=shards`, for an image of another size if it is `resized`."""
         said, names = self._said(index), ["image_id", "size", "boxes", "labels", "crowd", "outlines"]
         kept = {name: getattr(said, name) for name in names[: None if self._masks else -1]}
         if resized and (sides := said.size) is not None:
@@ -93,27 +173,6 @@ class DetectionImages(ImageFolder):
             if self._masks:
                 kept["outlines"] = [[*map(share, outline)] for outline in said.outlines]
         return json.dumps(kept).encode()
-
-
-def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, bool]:
-    """The objects of an image from JSON of `data=shards`, and whether they have outlines; `number` is its id if there is none.
-
-    Raises `UserError`, which names `place`, if they cannot be used.
-    """
-    with Place(f"the objects of {place}", "data.root", "JSON with size, boxes and labels, as the documentation says"):
-        said = json.loads(text)
-        size = None if said["size"] is None else (int(said["size"][0]), int(said["size"][1]))
-        image = Annotated(Path(place), int(said.get("image_id", number)), size)
-        count, masks = len(said["boxes"]), "outlines" in said
-        others = said.get("crowd", [False] * count), said.get("outlines", [None] * count)
-        for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
-            right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
-            if not right or (masks and outline is None):
-                raise ValueError(f"object {row} has no label from 1 on, no outline, or no crowd of true or false")
-            image.add(f"object {row}", box, label, bool(crowd), outline)
-        if image.problem:
-            raise ValueError(image.problem)
-        return image, masks
 
 
 def with_objects(image: Tensor, said: Annotated, masks: bool) -> tuple[Tensor, Any]:
@@ -184,10 +243,9 @@ def coco(
         path, folder = base / file, base / (pictures or "")
         if not path.exists():
             there = sorted(str(path.relative_to(base)) for depth in ("*.json", "*/*.json") for path in base.glob(depth))
-            allowed = f"{base} has the JSON files {', '.join(there[:5])}" if there else ""
-            if there:
-                words = "data.dataset.train_images=FOLDER data.dataset.val_annotations=null"
-                allowed += f"; one file is split with data.dataset.train_annotations={there[0]} {words}"
+            one = "data.dataset.train_images=FOLDER data.dataset.val_annotations=null"
+            allowed = f"{base} has the JSON files {', '.join(there[:5])}; one file is split with "
+            allowed = f"{allowed}data.dataset.train_annotations={there[0]} {one}" if there else ""
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {path}", allowed)
         images, theirs, empty = _read_coco(path, folder, base, masks)
         if images and absent(images[0].path) and not folder.is_dir():
@@ -196,8 +254,7 @@ def coco(
         names = names or theirs
         check_names("data.dataset", path, list(theirs.values()))
         if differing := sorted(theirs.items() ^ names.items()):
-            problem = f"{path} has other categories than {train_annotations}, such as {differing[0]}"
-            raise UserError("data.dataset", problem)
+            raise UserError("data.dataset", f"{path} has other categories than {train_annotations}: {differing[0]}")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
         if empty:
             made[split].warnings.append(f"{path}: {empty:,} boxes of zero width or height are dropped")
@@ -295,14 +352,9 @@ def yolo(
             except UserError as error:
                 image.problem = error.problems[0].message
         if images and not any(image.boxes or image.problem for image in images):
-            inside = places[-1].parent.is_dir()
-            where = (
-                f"that of the last one would be in {places[-1]}"
-                if inside
-                else f"there is no folder {places[-1].parent}"
-            )
+            lacking = places[-1] if places[-1].parent.is_dir() else f"folder {places[-1].parent}"
             allowed = "text files there, or another data.dataset.description"
-            raise UserError("data.dataset", f"no image of '{split}' has an object: {where}", allowed)
+            raise UserError("data.dataset", f"no image of '{split}' has an object: there is no {lacking}", allowed)
         made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
         made[split].warnings += unread_warnings(folder, len(unread))
     return made

@@ -24,14 +24,14 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_json, read_regular
 from runner.config.schema.sections import Data
-from runner.data.sources.detection import objects_of, with_objects
+from runner.data.sources.detection import with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
 from runner.data.sources.listing import IndexFile, check_names, times_of
 from runner.data.sources.masks import refuse_ignored, with_mask
 from runner.data.sources.places import Place
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
-from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, read_files, usable
+from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, objects_of, read_files, usable
 
 _RULES = 2  # to be raised when other images are found, or in another order; what `pack` writes is found by all
 MANIFEST = "pack.json"  # what `pack` writes beside the splits

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from runner.base.reading import digits
-from runner.data.sources.annotated import refuse_shares
-from runner.data.sources.detection import objects_of
+from runner.data.sources.detection import Annotated, refuse_shares
 from runner.data.sources.listing import EXTENSIONS, is_hidden, is_image, is_unread
+from runner.data.sources.places import Place
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")
@@ -99,6 +99,27 @@ def index_of_file(file: BinaryIO, label: str, target: Kind = "class") -> Index:
     if not rows:
         raise ValueError("it has no images")
     return {name: tensor.contiguous() for name, tensor in zip(COLUMNS, torch.tensor(rows).T, strict=True)}
+
+
+def objects_of(text: bytes, place: str, number: int = 0) -> tuple[Annotated, bool]:
+    """The objects of an image from JSON of `data=shards`, and whether they have outlines; `number` is its id if there is none.
+
+    Raises `UserError`, which names `place`, if they cannot be used.
+    """
+    with Place(f"the objects of {place}", "data.root", "JSON with size, boxes and labels, as the documentation says"):
+        said = json.loads(text)
+        size = None if said["size"] is None else (int(said["size"][0]), int(said["size"][1]))
+        image = Annotated(Path(place), int(said.get("image_id", number)), size)
+        count, masks = len(said["boxes"]), "outlines" in said
+        others = said.get("crowd", [False] * count), said.get("outlines", [None] * count)
+        for row, (box, label, crowd, outline) in enumerate(zip(said["boxes"], said["labels"], *others, strict=True)):
+            right = type(label) is int and 1 <= label < 2**31 and crowd in (0, 1)
+            if not right or (masks and outline is None):
+                raise ValueError(f"object {row} has no label from 1 on, no outline, or no crowd of true or false")
+            image.add(f"object {row}", box, label, bool(crowd), outline)
+        if image.problem:
+            raise ValueError(image.problem)
+        return image, masks
 
 
 def read_files(content: bytes, target: Kind) -> tuple[bytes, bytes]:
