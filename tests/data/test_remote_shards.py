@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -56,18 +57,12 @@ def test_a_store_whose_lists_and_descriptions_have_other_forms_of_a_time_is_inde
 
 
 def test_a_store_with_a_part_of_a_pack_is_refused(store: Store, tmp_path: Path) -> None:
-    for content, finished in (
-        (b"no JSON", True),
-        (b'{"samples": 5}', True),
-        (b'{"rules": 1, "samples": {"train": 24, "val": 12}}', True),
-        (b'{"rules": 1, "samples": null}', False),
-    ):
+    for content in (b"no JSON", b'{"samples": 5}', b'{"rules": 1, "samples": {"train": 24, "val": 12}}'):
         store.put(f"{tmp_path.name}/pack.json", content)
-        if finished:
-            assert len(shards(store.url)["train"]) == 24
-            continue
-        with pytest.raises(UserError, match=r"s3://bucket/.* is not finished"):
-            shards(store.url)
+        assert len(shards(store.url)["train"]) == 24
+    store.put(f"{tmp_path.name}/pack.json", b'{"rules": 1, "samples": null}')
+    with pytest.raises(UserError, match=r"s3://bucket/.* is not finished"):
+        shards(store.url)
 
 
 def test_an_index_beside_a_shard_spares_reading_it(store: Store, folder: Path, tmp_path: Path) -> None:
@@ -93,8 +88,6 @@ def test_named_shards_are_read_in_the_order_given(where: str, store: Store, fold
     assert len(shards(root, train="train/0{1..1}{2..2}.tar")["train"]) == 12
     with pytest.raises(UserError, match=r"(cannot read the shard|there is no) .*train/013\.tar"):
         shards(root, train="train/{012..013}.tar")
-    with pytest.raises(UserError, match=r"data\.dataset: names a shard twice"):
-        shards(root, train="train/{000..000}.tar", val="train/000.tar")
     with pytest.raises(UserError, match=r"data\.dataset: the pattern train/\{012\.\.000\}\.tar has no numbers"):
         shards(root, train="train/{012..000}.tar")
     with pytest.raises(UserError, match=r"data\.dataset\.train: names no shards"):
@@ -119,29 +112,25 @@ def test_roots_that_hold_nothing_or_cannot_be_opened_are_named(store: Store, mon
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [
-        Fault("unavailable", times=3),
-        Fault("cut", 40, times=2),
-        Fault("short", 40, times=2),
-        Fault("flip", 40, times=1),
-        Fault("delay", 0.7, times=1),
-    ],
-    ids=lambda fault: fault.kind,
+    ("kind", "amount", "times"),
+    [("unavailable", 0, 3), ("cut", 40, 2), ("short", 40, 2), ("flip", 40, 1), ("delay", 0.7, 1)],
 )
-def test_what_passes_is_tried_again(fault: Fault, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_passes_is_tried_again(
+    kind: str, amount: float, times: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def states() -> Any:
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
     monkeypatch.setattr(remote, "_CLIENTS", {})
-    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
-    dataset = shards(store.url)["train"]
+    before, dataset = states(), shards(store.url)["train"]
     monkeypatch.setattr(remote, "TIMEOUT_S", 0.5)
     store.seen.clear()
-    store.faults.append(fault)
-    expected = int(fault.times) + 1
+    store.faults.append(Fault(kind, amount, times))
     image, target = dataset[13]
     assert torch.equal(image, pixels(13))
     assert target == 1
-    assert len(store.ranges()) >= expected
-    assert states == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
+    assert len(store.ranges()) >= times + 1
+    assert states() == before
 
 
 @pytest.mark.parametrize("kind", ["unavailable", "cut", "short", "delay"])

@@ -93,17 +93,14 @@ def test_the_address_of_a_store_comes_from_the_command_line_and_never_from_a_fil
 
 
 def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
-    names = (
-        'data.dataset.train="train/{012..012}.tar"',
-        "data.dataset.val=[train/000.tar]",
-        "data.dataset.test=val/024.tar",
-    )
-    named = accepted("train", *SMALL, f"data.root={folder}", *names, "evaluate.test=true").summary
+    words = ("train", *SMALL, f"data.root={folder}", "evaluate.test=true")
+    names = {"train": '"train/{012..012}.tar"', "val": "[train/000.tar]", "test": "val/024.tar"}
+    named = accepted(*words, *(f"data.dataset.{split}={some}" for split, some in names.items())).summary
     (folder / "train" / "000.tar").rename(folder / "other.tar")
     (folder / "val").rename(folder / "test")
     (folder / "val").mkdir()
     (folder / "other.tar").rename(folder / "val" / "000.tar")
-    listed = accepted("train", *SMALL, f"data.root={folder}", "evaluate.test=true").summary
+    listed = accepted(*words).summary
     assert named["weights_sha256"] == listed["weights_sha256"]
     assert named["test"] == listed["test"]
 
@@ -124,14 +121,8 @@ def test_a_store_that_fails_ends_the_run_which_goes_on_later(
     workers: int, store: Store, folder: Path, run: Any, accepted: Any
 ) -> None:
     expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
-    words = (
-        *SMALL,
-        f"data.root={store.url}",
-        f"data.num_workers={workers}",
-        "data.on_error=skip",
-        "checkpoint.every_steps=1",
-    )
-    stopped = accepted("train", *words, "max_steps=7")
+    words = (*SMALL, f"data.root={store.url}", f"data.num_workers={workers}", "data.on_error=skip")
+    stopped = accepted("train", *words, "checkpoint.every_steps=1", "max_steps=7")
     store.faults.append(Fault("unavailable", key="train"))
     store.seen.clear()
     failed = run("train", f"ckpt_path={stopped.directory}", "max_steps=null", f"data.root={store.url}")

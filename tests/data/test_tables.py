@@ -93,11 +93,8 @@ def test_columns_of_numbers_become_float_targets(
 def test_a_column_gives_the_splits_and_another_the_groups(write: Write) -> None:
     root = write(label=ANIMALS, part=["train", "Valid", "test", "train", "dev", "train"], who=list("aabbcc"))
     found = image_table(str(root), "labels.csv", split_column="part", group_column="who")
-    assert {name: split.targets.tolist() for name, split in found.items()} == {
-        "train": [1, 0, 1],
-        "val": [0, 0],
-        "test": [1],
-    }
+    targets = {name: split.targets.tolist() for name, split in found.items()}
+    assert targets == {"train": [1, 0, 1], "val": [0, 0], "test": [1]}
     assert found["val"].classes == ("cat", "dog"), "the same in every split"
     assert found["train"].groups == ["a", "b", "c"]
     assert int(found["test"][0][0][0, 0, 0]) == 2

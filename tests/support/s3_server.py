@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import re
 import subprocess
 import sys
@@ -86,13 +85,11 @@ class Store:
 
     def ask(self, method: str, path: str, body: bytes | None = None, headers: Any = None) -> tuple[int, bytes, Any]:
         """A request to the server itself: status, body and headers of the answer."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port)
-        try:
-            connection.request(method, path, body, headers or {})
-            answer = connection.getresponse()
-            return answer.status, answer.read(), answer.headers
-        finally:
-            connection.close()
+        import urllib3
+
+        url, headers = f"http://127.0.0.1:{self.port}{path}", headers or {}
+        answer = urllib3.request(method, url, body=body, headers=headers, redirect=False, decode_content=False)
+        return answer.status, answer.data, answer.headers
 
     def ranges(self) -> list[Seen]:
         """The requests of ranges so far."""
@@ -132,9 +129,7 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
                 return
             headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
             status, body, others = store.ask(self.command, self.path, None, headers)
-            kept = {
-                name: value for name, value in others.items() if name.lower() not in ("connection", "server", "date")
-            }
+            kept = {name: others[name] for name in others if name.lower() not in ("connection", "server", "date")}
             if kind == "short":
                 body = body[:amount]
                 kept["Content-Length"] = str(len(body))
@@ -176,13 +171,8 @@ def _handler(store: Store) -> type[BaseHTTPRequestHandler]:
 @contextmanager
 def s3_store() -> Iterator[Store]:
     """A server with an empty bucket."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _SERVE],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as child:
+    command, pipe = [sys.executable, "-c", _SERVE], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         store = Store(int(child.stdout.readline()))
