@@ -118,10 +118,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "outside": (lambda it: it["annotations"][0].update(bbox=[30, 2, 30, 4]), "annotations[0]"),
     "negative": (lambda it: it["annotations"][0].update(bbox=[9, 2, -3, 4]), "annotations[0]"),
     "nan": (lambda it: it["annotations"][0].update(bbox=[float("nan"), 2, 9, 4]), "annotations[0]"),
-    "shares": (
-        lambda it: [each.update(bbox=[0.5, 0.2, 0.2, 0.8]) for each in it["annotations"]],
-        "fractions of width and height",
-    ),
+    "shares": (lambda it: [each.update(bbox=[0.5, 0.2, 0.2, 0.8]) for each in it["annotations"]], "fractions of width and"),
     "file": (lambda it: it["images"][1].update(file_name="other.png"), "other.png"),
     "long": (lambda it: it["images"][1].update(file_name="x" * 5000), "letters) does not exist"),
     "width": (lambda it: it["images"][1].pop("width"), "images[1]"),
@@ -133,7 +130,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "category id": (lambda it: it["categories"][1].update(id=3), "categories[1]"),
     "endless": (lambda it: it["images"][1].update(width=float("inf")), "images[1]"),
     "large id": (lambda it: it["images"][1].update(id=2**63), "images[1]"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -187,15 +184,11 @@ def test_run_lengths_of_another_size_are_refused_before_they_are_decoded(drawn: 
 def test_a_root_that_has_no_files_of_coco_is_named_with_what_to_set(
     tmp_path: Path, root: str, reason: str, advice: str
 ) -> None:
-    (tmp_path / "gonex").mkdir()
-    (tmp_path / "a.yaml").touch()
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "a.json").write_text("{}")
-    with pytest.raises(UserError) as raised:
+    for name in ("gonex/a", "only/a.json", "a.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"{reason}(.|\n)*{advice}"):
         coco(str(tmp_path / root), "images", "annotations.json")
-    (problem,) = raised.value.problems
-    assert reason in problem.message
-    assert advice in problem.allowed + problem.nearest
 
 
 def test_relative_and_absolute_file_names_have_one_fingerprint(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:

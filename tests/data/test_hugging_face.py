@@ -98,12 +98,9 @@ def test_what_is_missing_or_not_unique_is_named_with_the_choices(
     assert caught.value.problems[0].key == key
 
 
-def test_a_label_that_is_no_class_is_named(saved: Any) -> None:
+def test_a_label_that_is_no_class_and_an_image_that_cannot_be_decoded_are_named_with_their_rows(saved: Any) -> None:
     with pytest.raises(UserError, match=r"column 'label' in line 3 of .* is -1, and there are 2 classes"):
         hugging_face(str(saved(named("label", make(label=[0, 1, -1, 0, 1, 0])))))
-
-
-def test_an_image_that_cannot_be_decoded_is_named_with_its_row(saved: Any) -> None:
     rows = datasets.Dataset.from_dict({"picture": [{"bytes": b"damaged", "path": None}] * 2, "label": ["a", "b"]})
     folder = saved(rows.cast_column("picture", datasets.Image()))
     with pytest.raises(UserError, match=r"cannot read the image .*train\[1\]: "):

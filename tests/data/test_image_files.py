@@ -36,24 +36,12 @@ def saved(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
 def read(
     paths: Sequence[Path], shape: tuple[int, int, int], dataset: dict[str, Any], transforms: Sequence[Any] = ()
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    found: dict[int, str] = {}
-
-    def note(unreadable: Sequence[BadSample]) -> None:
-        found.update(dict(unreadable))
-
+    found: list[BadSample] = []
     data = Data(dataset=dataset, num_workers=0, image_size=dataset.get("image_size"))
-    loader = files_loader(
-        paths,
-        data,
-        transforms,
-        shape,
-        prepare=Pipeline([], [0.0], [1.0], 0, CPU),
-        device=CPU,
-        batch_size=2,
-        on_unreadable=note,
-    )
+    how: Any = {"device": CPU, "batch_size": 2, "on_unreadable": found.extend}
+    loader = files_loader(paths, data, transforms, shape, prepare=Pipeline([], [0.0], [1.0], 0, CPU), **how)
     batches = list(loader.batches(0, 0, len(paths)))
-    return torch.cat([batch.images for batch in batches]) * 255, found
+    return torch.cat([batch.images for batch in batches]) * 255, dict(found)
 
 
 def test_a_folders_own_reading_is_that_of_its_files(tmp_path: Path) -> None:
@@ -83,12 +71,14 @@ def test_sample_transforms_get_the_whole_image_and_have_to_give_what_the_model_t
         read(paths, (3, 12, 10), {"_target_": "my.own"}, [lambda image: image.transpose(1, 2)])
 
 
-def test_a_transform_that_fails_on_any_image_is_the_fault_of_the_config(tmp_path: Path) -> None:
+def test_a_transform_that_fails_on_any_image_and_other_channels_are_the_fault_of_the_config(tmp_path: Path) -> None:
     def broken(image: Any) -> Any:
         raise RuntimeError("no such thing")
 
     with pytest.raises(UserError, match=r"transform\.sample_eval: fails on a blank image .*no such thing"):
         read(saved(tmp_path, (8, 8)), (3, 8, 8), {"_target_": "my.own"}, [broken])
+    with pytest.raises(UserError, match="4 channels, and files have 1 or 3"):
+        read(saved(tmp_path, (8, 8)), (4, 8, 8), {"_target_": "my.own"})
 
 
 def test_a_transform_that_cuts_while_reading_is_given_the_file(tmp_path: Path) -> None:
@@ -105,8 +95,3 @@ def test_floats_of_a_transform_have_blanks_of_their_type(tmp_path: Path) -> None
     images, unreadable = read(paths, (3, 8, 8), {"_target_": "my.own"}, [lambda image: image / 255])
     assert list(unreadable) == [0]
     assert images[1].max() > 1
-
-
-def test_images_of_other_channels_than_files_have_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="4 channels, and files have 1 or 3"):
-        read(saved(tmp_path, (8, 8)), (4, 8, 8), {"_target_": "my.own"})

@@ -60,9 +60,7 @@ def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Pa
         save(tmp_path / "class" / name) if not name.endswith("txt") else (tmp_path / "class" / name).write_text("")
     times: listing.Times = {}
     files, classes = list_classes(tmp_path, ["class"], times)
-    assert [os.fsdecode(name) for name in files.all_names()] == [
-        str(path) for path in sorted(images_below(tmp_path / "class"))
-    ]
+    assert [Path(os.fsdecode(name)) for name in files.all_names()] == sorted(images_below(tmp_path / "class"))
     assert len(files) == len(classes) == 6
     assert {Path(path).name for path in times} == {"class", "a", "z", "b", "b-c"}
 
@@ -131,19 +129,16 @@ def test_a_file_that_was_overwritten_is_not_read(root: Path) -> None:
 def test_no_index_is_made_of_few_files_or_where_a_change_would_not_be_seen(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def kept() -> bool:
-        opened(root)
+    def kept(**changes: Any) -> bool:
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(listing, name, value)
+            opened(root)
         return root.with_name("cache").exists()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(listing, "_SETTLED_S", 60.0)
-        assert not kept(), "a folder was changed a moment ago"
-    with monkeypatch.context() as patch:
-        patch.setattr(listing, "INDEXED_FROM", 9)
-        assert not kept(), "there are few files"
-    with monkeypatch.context() as patch:
-        patch.setattr(listing, "times_of", lambda folder: [5, 5, 5])
-        assert not kept(), "all folders have one time of change"
+    assert not kept(_SETTLED_S=60.0), "a folder was changed a moment ago"
+    assert not kept(INDEXED_FROM=9), "there are few files"
+    assert not kept(times_of=lambda folder: [5, 5, 5]), "all folders have one time of change"
     image_folder(str(root), cache_folder=str(root / "train"))["train"].keep_indexes()
     assert not list((root / "train").glob("*.index")), "the index would change the folder"
     (link := root / "train" / "cat" / "more").symlink_to(root / "absent")
@@ -154,15 +149,13 @@ def test_no_index_is_made_of_few_files_or_where_a_change_would_not_be_seen(
     assert kept()
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda index: b"", lambda index: index[:100], lambda index: index[: len(index) // 2]]
-)
-def test_a_damaged_index_is_not_used(root: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_index_is_not_used(root: Path) -> None:
     whole = listed(root)
     (index,) = root.with_name("cache").iterdir()
-    index.write_bytes(damage(index.read_bytes()))
-    assert listed(root) == whole
-    assert len(index.read_bytes()) > 200, "it is written again"
+    for length in (0, 100, index.stat().st_size // 2):
+        os.truncate(index, length)
+        assert listed(root) == whole
+        assert index.stat().st_size > 200, "it is written again"
 
 
 def test_other_folders_and_other_rules_have_another_index(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +179,8 @@ def test_classes_without_splits_and_relative_folders_have_one_too(
     first.keep_indexes()
     unread()
     again = image_folder("train", cache_folder=str(root / "cache"))["train"]
-    assert (
-        again.paths
-        == first.paths
-        == [Path("train", name, f"{index}.png") for name in ("cat", "dog") for index in (0, 1)]
-    )
+    expected = [Path("train", name, f"{index}.png") for name in ("cat", "dog") for index in (0, 1)]
+    assert again.paths == first.paths == expected
 
 
 def test_a_run_keeps_it_in_the_cache_folder_and_says_if_it_cannot_and_eval_writes_none(

@@ -60,14 +60,8 @@ def voc(root: Path) -> None:
 
 def test_splits_and_masks_are_found_and_values_become_class_numbers(tmp_path: Path) -> None:
     pets(tmp_path)
-    made = torchvision_set(
-        "OxfordIIITPet",
-        str(tmp_path),
-        classes=["pet", "ground"],
-        images=WHOLE,
-        values=[1, 2],
-        target_types="segmentation",
-    )
+    how: Any = {"classes": ["pet", "ground"], "images": WHOLE, "values": [1, 2], "target_types": "segmentation"}
+    made = torchvision_set("OxfordIIITPet", str(tmp_path), **how)
     assert {name: len(each) for name, each in made.items()} == {"train": 8, "test": 8}
     image, mask = made["train"][0]
     assert isinstance(image, Picture)
@@ -115,9 +109,8 @@ def test_boxes_of_coco_and_data_without_splits(tmp_path: Path) -> None:
     Image.new("RGB", (24, 20)).save(tmp_path / "a.jpg")
     box = {"id": 1, "image_id": 3, "category_id": 1, "bbox": [1, 2, 3, 4], "area": 12, "iscrowd": 0, "segmentation": []}
     picture = {"id": 3, "file_name": "a.jpg", "width": 24, "height": 20}
-    (tmp_path / "a.json").write_text(
-        json.dumps({"images": [picture], "annotations": [box], "categories": [{"id": 1, "name": "cat"}]})
-    )
+    said = {"images": [picture], "annotations": [box], "categories": [{"id": 1, "name": "cat"}]}
+    (tmp_path / "a.json").write_text(json.dumps(said))
     pytest.importorskip("pycocotools")
     made = torchvision_set("CocoDetection", str(tmp_path), images=WHOLE, annFile=str(tmp_path / "a.json"))
     assert list(made) == ["train"]
@@ -156,13 +149,9 @@ def test_masks_train_through_the_program(
         (("data.dataset.name=VOCSegmentation",), "data.dataset", "Dataset not found"),
         (("data.dataset.name=FakeData", "+data.dataset.colour=1"), "data.dataset.colour", "unexpected"),
         (("data.dataset.name=FakeData", "data.images=['0']"), "data.dataset", "No wrapper exists"),
-        (
-            ("data.dataset.name=OxfordIIITPet", "+data.dataset.target_types=masks"),
-            "data.dataset.target_types",
-            "segmentation",
-        ),
+        (("data.dataset.name=OxfordIIITPet", "+data.dataset.target_types=masks"), "data.dataset.target_types", "segmentation"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used_is_a_sentence(
     rejected: Callable[..., Any], words: tuple[str, ...], key: str, reason: str
 ) -> None:
