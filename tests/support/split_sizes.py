@@ -63,10 +63,8 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
     The models are divided among the ranks of `world`, if there is one. The metrics do not depend on it, so one task has to do.
     """
     torch.manual_seed(0)
-    images, prepare = (
-        torch.randint(256, (41, 1, 2, 2), dtype=torch.uint8),
-        Fields(["0"], Pipeline([], [0.5], [0.3], 0, _CPU)),
-    )
+    images = torch.randint(256, (41, 1, 2, 2), dtype=torch.uint8)
+    prepare = Fields(["0"], Pipeline([], [0.5], [0.3], 0, _CPU))
     targets = {"classes": torch.randint(3, (41,)), "numbers": torch.randn(41)}
     tasks: dict[str, Any] = {"classes": Classification(3), "numbers": Regression()}
     losses: dict[str, Any] = {"classes": F.cross_entropy, "numbers": F.mse_loss}
@@ -83,13 +81,9 @@ def all_found(world: World | None = None) -> list[dict[str, Any]]:
             source = Noting(loader)
             for metric in metrics[name].values():
                 metric.reset()
+            step = Supervised(models[name], losses[name], task.targets).evaluated
             try:
-                values: Any = evaluate(
-                    models[name],
-                    source,
-                    Supervised(models[name], losses[name], task.targets).evaluated,
-                    metrics=metrics[name],
-                )
+                values: Any = evaluate(models[name], source, step, metrics=metrics[name])
             except BadMetric as error:
                 values = str(error)
             found[name] = {"ids": source.ids, "values": values}

@@ -76,13 +76,7 @@ def wrong(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ),
 )
 def test_a_run_whose_reading_breaks_down_says_so_and_loses_no_step(
-    what: str,
-    status: int,
-    words: tuple[str, ...],
-    wrong: Path,
-    run: Any,
-    train: Any,
-    train_once: Any,
+    what: str, status: int, words: tuple[str, ...], wrong: Path, run: Any, train: Any, train_once: Any
 ) -> None:
     expected = train_once(*WORDS).summary["weights_sha256"]
     wrong.write_text(what)
@@ -162,10 +156,8 @@ def test_an_image_with_more_pixels_than_allowed_stops_every_verb_that_reads_it(
         result = rejected("train", *ON_FOLDER, "threads=1", "data.max_pixels=35", *words)
         assert [part for part in LARGE if part not in result.err] == []
     trained = train(*ON_FOLDER, "data.max_pixels=36").directory
-    evaluated = [
-        run("eval", f"ckpt_path={trained}", f"split={split}", "data.max_pixels=35")
-        for split in ("train", "val", "test")
-    ]
+    words = ("eval", f"ckpt_path={trained}", "data.max_pixels=35")
+    evaluated = [run(*words, f"split={split}") for split in ("train", "val", "test")]
     assert sorted(result.status for result in evaluated) == [0, 0, 2]
     assert all(part in "".join(result.err for result in evaluated) for part in LARGE)
     checked = run("check", *ON_FOLDER, "data.max_pixels=35", "only=[readable]")
@@ -281,11 +273,13 @@ def test_workers_and_loggers_are_closed_if_something_fails_before_training_start
 ) -> None:
     Path("breaking_parts.py").write_text(BREAKING_PARTS)
     monkeypatch.syspath_prepend(".")
-    words = ["data.num_workers=1", "trust=[breaking_parts]", "threads=1"]
-    words += [
+    words = (
+        "data.num_workers=1",
+        "trust=[breaking_parts]",
+        "threads=1",
         "+logger.opened={_target_:breaking_parts.Opened}",
-        "+callbacks.breaking={_target_:breaking_parts.Breaking}",
-    ]
+    )
+    words += ("+callbacks.breaking={_target_:breaking_parts.Breaking}",)
     before = multiprocessing.active_children()
     result = run("train", *ON_FOLDER, "logger=none", *words)
     assert result.status == 1

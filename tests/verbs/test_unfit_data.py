@@ -107,8 +107,7 @@ def halve_third(image):
 WORDS = (
     "threads=1", "logger=none", "log.progress=false", "log.curves=false", "device=cpu", "model=mlp", "model.hidden=[4]",
     "data=digits", "data.normalize.mean=null", "data.normalize.std=null", "data.num_workers=0", "data.batch_size=8",
-    "epochs=1", "transform=none",
-    "evaluate.test=false", "data.split.test=0", "trust=[unfit_sets]",
+    "epochs=1", "transform=none", "evaluate.test=false", "data.split.test=0", "trust=[unfit_sets]",
 )  # fmt: skip
 REGRESSION = ("task=regression", "loss=mse")
 MULTILABEL = ("task=multilabel", "loss=bce")
@@ -140,10 +139,7 @@ REFUSED = {
     "fractions": (on("fractions"), "sample 0 of 'train' is 0.7, which is not a whole number"),
     "fractions that are read only": (on("fractions", show="false"), "sample 0 of 'train' is 0.7, which is not a whole number"),
     "multi-hot": (on("multihot", fine="classes"), "sample 1 of 'train' is [1, 1, 0], which are not probabilities"),
-    "multi-hot that is read only": (
-        on("multihot", show="false", fine="classes"),
-        "of 'train' is [1, 1, 0], which are not probabilities",
-    ),
+    "multi-hot that is read only": (on("multihot", show="false", fine="classes"), "of 'train' is [1, 1, 0], which are not prob"),
     "multi-hot in val": (on("multihot", split="val"), "of 'val' is [1, 1, 0], which are not probabilities"),
     "multi-hot, what to do": (on("multihot", fine="classes"), "task=multilabel loss=bce for several labels per sample"),
     "masks": (on("masks"), "the target of a sample has shape (4, 4), as the mask of a segmentation"),
@@ -152,10 +148,7 @@ REFUSED = {
     "vectors of another length": (on("wide", width=4), "of 'train' has 4 values, and a class number is expected"),
     "labels of another length": (on("wide", *MULTILABEL, width=4), "has 4 values, and a vector for 3 labels is expected"),
     "class numbers as labels": (on("at", *MULTILABEL, place=7, value=1), "has 1 value, and a vector for 3 labels is expected"),
-    "fractions of labels in val": (
-        on("multihot", *MULTILABEL, split="val", fine="labels", factor=0.5),
-        "of 'val' is [0.5, 0, 0], which are not",
-    ),
+    "fractions of labels in val": (on("multihot", *MULTILABEL, split="val", fine="labels", factor=0.5), "of 'val' is [0.5, 0, 0]"),
     "labels above 1": (on("multihot", *MULTILABEL, factor=2), "of 'train' is [2, 0, 0], which are not all from 0 to 1"),
     "labels and one choice": (on("wide", "task=multilabel"), "loss: CrossEntropy is for one class per sample"),
     "numbers and one choice": (on("numbers", "task=regression", width=3), "loss: CrossEntropy is for one class per sample"),
@@ -172,16 +165,10 @@ REFUSED = {
     # classes
     "classes in another order": (on("other_order", split="val"), "data.dataset: class 0 is 'b' in 'val' and 'a' in 'train'"),
     # images
-    "channels of val": (
-        on("images", split="val", channels=3),
-        "data.dataset: images of 'val' have 3 channels, and those of 'train' 1",
-    ),
+    "channels of val": (on("images", split="val", channels=3), "images of 'val' have 3 channels, and those of 'train' 1"),
     "size of val": (on("images", split="val", size=5), "model: cannot take images of shape (1, 1, 5, 5) of 'val': "),
     "size inside a batch": (on("sizes"), "images of one batch have different shapes, such as (1, 4, 4) and (1, 5, 4)"),
-    "0 to 255 beside uint8": (
-        on("floats", split="val", factor=255),
-        "data.dataset: images of 'val' are torch.float32 with values from",
-    ),
+    "0 to 255 beside uint8": (on("floats", split="val", factor=255), "images of 'val' are torch.float32 with values from"),
     "normalised beside uint8": (on("floats", split="val", low=-0.5), "images of 'val' are torch.float32 with values from -0.4"),
     "uint8 beside 0 to 255": (on("floats", factor=255, fine="uint8"), "of 'train' are torch.float32 with values from 14"),
     "nan in train while measuring": (on("nan_image", place=30), "sample 30 of 'train' has values that are not finite"),
@@ -211,14 +198,8 @@ def test_data_that_do_not_fit_are_refused_with_split_and_sample(name: str, run: 
 
 
 WARNED = {
-    "nan in the first image of val": (
-        on("nan_pixel", split="val"),
-        "the loss on 'val' is nan: sample 0 of 'val' has pixels that are not",
-    ),
-    "nan later in val": (
-        on("nan_pixel", split="val", place=3),
-        "the loss on 'val' is nan: sample 3 of 'val' has pixels that are not finite",
-    ),
+    "nan in the first image of val": (on("nan_pixel", split="val"), "the loss on 'val' is nan: sample 0 of 'val' has pixels"),
+    "nan later in val": (on("nan_pixel", split="val", place=3), "sample 3 of 'val' has pixels that are not finite"),
     "an attribute that says otherwise": (on("liar"), "targets has 1 for sample 0 of 'train', and the sample itself 0"),
 }  # fmt: skip
 
@@ -231,21 +212,13 @@ def test_data_that_are_suspicious_are_a_warning(name: str, train: Any) -> None:
     assert result.out.count(message) <= 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        on("floats", split="val"),
-        on("floats", fine="uint8"),
-        on("moved"),
-        on("at", place=3, value=2.0),
-        on("fine", split="val"),
-        on("numbers", *REGRESSION),
-        on("numbers", *REGRESSION, width=3),
-        on("onehot", split="val"),
-        on("onehot", dtype="int64"),
-    ],
-    ids=lambda words: " ".join(words[len(WORDS) :]),
-)
+FINE = (
+    on("floats", split="val"), on("floats", fine="uint8"), on("moved"), on("at", place=3, value=2.0), on("fine", split="val"),
+    on("numbers", *REGRESSION), on("numbers", *REGRESSION, width=3), on("onehot", split="val"), on("onehot", dtype="int64"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FINE, ids=lambda words: " ".join(words[len(WORDS) :]))
 def test_data_that_fit_raise_no_warning(words: tuple[str, ...], train: Any) -> None:
     assert "warning:" not in train(*words).out
 
