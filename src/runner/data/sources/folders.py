@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import os
@@ -13,13 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from PIL import features
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
-from runner.data.sources.image_io import DECODING, Cut, Decoding, middle_square, read_image
+from runner.data.sources.image_io import Cut, Decoding, middle_square, read_image
 from runner.data.sources.listing import (
     EXTENSIONS,
     Files,
@@ -105,9 +103,7 @@ class ImageFolder(ImageList):
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
-        settings = (DECODING, *dataclasses.astuple(self.decoding))
-        libraries = (torch.__version__, features.version("pil"), features.version("jpg"))
-        digest, names = hashlib.sha256(repr((settings, libraries)).encode()), self.file_names()
+        digest, names = hashlib.sha256(repr(self.decoding.state()).encode()), self.file_names()
         common = common_part(names)
         for name in names:
             digest.update(name[common:] + b"\0")

@@ -107,11 +107,11 @@ def hugging_face(
 def _loaded(datasets: Any, root: str, path: str | None, subset: str | None, download: bool) -> Any:
     """The data set of a path or a name, or a mapping of several."""
     place = Path(root).expanduser() / Path(path or ".").expanduser()
-    if not place.exists() and not download:
-        problem, allowed = f"{place.absolute()} does not exist, and data.download=false", "a folder or a .parquet file"
-        raise UserError("data.dataset.path", problem, f"{allowed}, or data.download=true to fetch the name")
-    # A path that exists is never taken for a name on the Hub.
-    if not place.exists():
+    if not place.exists():  # a path that exists is never taken for a name on the Hub
+        if not download:
+            problem = f"{place.absolute()} does not exist, and data.download=false"
+            allowed = "a folder or a .parquet file, or data.download=true to fetch the name"
+            raise UserError("data.dataset.path", problem, allowed)
         allowed = "a network and a name on the Hub, or a copy made with save_to_disk: data.dataset.path=<its folder>"
         with Place(f"'{path}' from the Hub", "data.dataset.path", allowed):
             return datasets.load_dataset(str(path), subset)
@@ -146,9 +146,7 @@ def _column(key: str, given: str | None, choices: Sequence[str], features: Mappi
         problem = f"there is no column '{given}'"
         raise UserError(f"data.dataset.{key}", problem, ", ".join(features), nearest(given, features))
     if given is None or (key == "image_key" and given not in choices):
-        problem = (
-            f"is null, and {len(choices)} columns may be it" if given is None else f"'{given}' is not an image column"
-        )
+        problem = f"is null, and {len(choices)} columns may be it" if not given else f"'{given}' is not an image column"
         raise UserError(f"data.dataset.{key}", problem, ", ".join(choices or features))
     return given
 
@@ -166,6 +164,5 @@ def _targets(
         return column_targets(table, labels, kind)
     for row, entry in enumerate(columns[labels[0]]):
         if entry is None or not 0 <= entry < len(feature.names):
-            problem = f"is {entry}, and there are {len(feature.names)} classes"
-            raise table.wrong(row, labels[0], problem)
+            raise table.wrong(row, labels[0], f"is {entry}, and there are {len(feature.names)} classes")
     return torch.tensor(columns[labels[0]], dtype=torch.int64), tuple(feature.names)

@@ -113,11 +113,10 @@ def fitted(image: Tensor, height: int, width: int) -> Tensor:
     """The central part of an image (C, H, W) in the shape of `height` by `width`, resized to it."""
     if tuple(image.shape[1:]) == (height, width):
         return image
-    scale = min(image.shape[1] / height, image.shape[2] / width)
-    rows, columns = (
-        min(most, max(1, round(scale * size))) for most, size in zip(image.shape[1:], (height, width), strict=True)
-    )
-    top, left = (image.shape[1] - rows) // 2, (image.shape[2] - columns) // 2
+    most_rows, most_columns = image.shape[1:]
+    scale = min(most_rows / height, most_columns / width)
+    rows, columns = min(most_rows, max(1, round(scale * height))), min(most_columns, max(1, round(scale * width)))
+    top, left = (most_rows - rows) // 2, (most_columns - columns) // 2
     return image_io.resized(image, (top, left, rows, columns), (height, width))
 
 
@@ -138,10 +137,8 @@ class BlankReplacement(ReplacementSampler):
             skipped.append(BadSample(index, one_line(error)))
             return self.image, 0
         if sample[0].shape != self.image.shape:
-            made, taken = tuple(sample[0].shape), tuple(self.image.shape)
-            problem = (
-                f"{self.path(index)} comes out of the transforms with the shape {made}, and the model takes {taken}"
-            )
+            made, taken = tuple(sample[0].shape), f"and the model takes {tuple(self.image.shape)}"
+            problem = f"{self.path(index)} comes out of the transforms with the shape {made}, {taken}"
             raise UserError("transform.sample_eval", problem)
         return sample
 

@@ -7,6 +7,7 @@ cost. Everything is integer arithmetic: the same file, arguments and library ver
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,6 +89,11 @@ class Decoding:
             raise ValueError(f"channels must be 1 or 3, got {self.channels}")
         if not 0 < self.crop_share <= 1:
             raise ValueError(f"crop_share must be above 0 and at most 1, got {self.crop_share}")
+
+    def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """All that the pixels depend on besides the bytes of a file: settings, and versions of libraries."""
+        libraries = torch.__version__, features.version("pil"), features.version("jpg")
+        return (DECODING, *dataclasses.astuple(self)), libraries
 
 
 def read_image(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -18,15 +17,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, Union
 
 import torch
-from PIL import features
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.base.reading import LARGEST_DATA, LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_json, read_regular
+from runner.base.reading import LARGEST_DATA, LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_regular
 from runner.config.schema.sections import Data
 from runner.data.sources.detection import with_objects
 from runner.data.sources.folders import ImageList
-from runner.data.sources.image_io import DECODING, Decoding, read_image, read_mask
+from runner.data.sources.image_io import Decoding, read_image, read_mask
 from runner.data.sources.listing import IndexFile, check_names, times_of
 from runner.data.sources.masks import refuse_ignored, with_mask
 from runner.data.sources.places import Place
@@ -107,8 +105,8 @@ class Shards(ImageList):
 
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: their bytes, settings, decoder versions."""
-        versions = torch.__version__, *map(features.version, ("pil", "jpg"))
-        digest = hashlib.sha256(repr((DECODING, *dataclasses.astuple(self.decoding), *versions)).encode())
+        settings, libraries = self.decoding.state()
+        digest = hashlib.sha256(repr((*settings, *libraries)).encode())
         for numbers in (self._lengths, self.checksums, self.targets):
             digest.update(numbers.numpy().tobytes())
         return digest.hexdigest()
@@ -210,10 +208,9 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
         # The same file may have several spellings, and links
         if len(set(map(os.path.normpath if is_url(base) else os.path.realpath, every))) < len(every):
             raise UserError("data.dataset", "names a shard twice, or for two splits", "each shard once")
+        open_one: Any = chosen if is_url(base) else LocalShard.of
         with ThreadPoolExecutor() as pool:
-            return {
-                split: list(pool.map(chosen if is_url(base) else LocalShard.of, some)) for split, some in places.items()
-            }
+            return {split: list(pool.map(open_one, some)) for split, some in places.items()}
     paths = {split: _tars(f"{base}/{split}") for split in _SPLITS}
     paths = {split: found for split, found in paths.items() if found} or {"train": _tars(base)}
     if not paths.get("train"):
@@ -224,11 +221,9 @@ def _found(base: str, names: Mapping[str, str | list[str] | None]) -> dict[str, 
 
 def _manifest(base: str) -> dict[str, Any]:
     found: Any = None
-    if not is_url(base):
-        found = read_json(Path(base, MANIFEST))
-    else:
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(content_of(f"{base}/{MANIFEST}") or b"{}")
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        place = f"{base}/{MANIFEST}"
+        found = json.loads((content_of(place) if is_url(base) else read_regular(Path(place))) or b"{}")
     # Another program may have written a file of this name
     return found if isinstance(found, dict) and "rules" in found else {}
 
@@ -253,16 +248,16 @@ def _tars(folder: str) -> list[Shard]:
 
 
 def _classes(path: str, largest: int, target: Kind) -> list[str]:
-    content = None
     with Place(path, "data.root"):
+        content: bytes | None = None
         with contextlib.suppress(FileNotFoundError):
             content = content_of(path) if is_url(path) else read_regular(Path(path), LARGEST_TEXT)
-        names = re.split("\r?\n", (content or b"").decode("utf-8-sig").rstrip("\r\n"))
-    if content is None:
-        if target != "class":
+        if content is None:
+            if target == "class":
+                return []
             numbers = "0, 1, 2, ..." if target == "mask" else "1, 2, 3, ..."
             raise UserError("data.root", f"there is no {path}", f"the name of a class in each line, for {numbers}")
-        return []
+        names = re.split("\r?\n", content.decode("utf-8-sig").rstrip("\r\n"))
     if largest - (target == "boxes") >= len(names):  # labels begin with 1
         raise UserError("data.root", f"a sample is of class {largest}, and {path} has only {len(names)} lines")
     if "" in names:

@@ -81,16 +81,14 @@ def torchvision_set(
     arguments |= {"root": root} if passed or "root" in taken else {}
     arguments |= {"download": True} if download and (passed or "download" in taken) else {}
     chooser = next((each for each in _CHOOSERS if each in taken), "")
-    found: dict[str, Any] = {}
-    if not chooser or chooser in arguments:
-        found["train"] = kind(**arguments)
     names: Any = {"train": (True,), "test": (False,)} if chooser == "train" else _SPLITS
-    for split, theirs in names.items() if not found else ():
+    found: dict[str, Any] = {}
+    for split, theirs in names.items() if chooser and chooser not in arguments else ():
         for each in theirs:
             with contextlib.suppress(ValueError):  # for a split that it does not have
                 found[split] = kind(**arguments, **{chooser: each})
                 break
-    if "train" not in found:  # now with what else is wrong
+    if "train" not in found:  # there is one split; or now with what else is wrong
         found["train"] = kind(**arguments)
     for split, dataset in found.items():
         labels = list(classes if classes is not None else getattr(dataset, "classes", None) or ())
