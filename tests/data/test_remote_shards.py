@@ -14,16 +14,22 @@ import torch
 from extended import some
 from extras import needs
 from s3_server import Fault, Store, upload
-from store_shards import opened, pixels
-from tar_files import cls, encoded, samples, write_tar
+from tar_files import cls, encoded, pixels, samples, write_tar
 
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import heard
 from runner.data.sources import remote
 from runner.data.sources import shards as module
-from runner.data.sources.shards import packed_index, shards
+from runner.data.sources.shards import Shards, packed_index, shards
 
 pytestmark = needs("remote")
+
+
+def opened(store: Store, tmp_path: Path) -> dict[str, Shards]:
+    """The data sets of a run, which keeps its indexes."""
+    made = shards(store.url, cache_folder=str(tmp_path / "cache"))
+    assert made["train"].keep_indexes() == []
+    return made
 
 
 def test_a_store_has_the_images_order_and_fingerprint_of_the_folder(

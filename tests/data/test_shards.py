@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from store_shards import SMALL, pixels
-from tar_files import Members, cls, encoded, samples, write_tar
+from tar_files import SMALL, Members, cls, encoded, pixels, samples, write_tar
 
 from runner.base.errors import UserError
 from runner.data.sources import shards as module

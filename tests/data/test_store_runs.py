@@ -17,7 +17,7 @@ import pytest
 from extended import MARK, some
 from extras import needs
 from s3_server import Fault, Store
-from store_shards import SMALL
+from tar_files import SMALL
 
 import runner
 from runner.base.errors import UserError

@@ -7,10 +7,16 @@ import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 
 Members = Iterable[tuple[str, bytes]]
+SMALL = (
+    "data=shards", "data.image_size=8", "data.batch_size=4", "model=mlp", "epochs=2", "scheduler=constant", "logger=none",
+    "evaluate.test=false", "name=x",
+)  # fmt: skip
+"""Words of a quick training on shards."""
 
 
 def encoded(number: int, size: int = 16) -> bytes:
@@ -18,6 +24,11 @@ def encoded(number: int, size: int = 16) -> bytes:
     pixels = torch.randint(256, (size, size, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
     Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "png")
     return file.getvalue()
+
+
+def pixels(number: int) -> torch.Tensor:
+    """The image of a number, without a tar file."""
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(encoded(number))))).permute(2, 0, 1)
 
 
 def write_tar(path: Path, members: Members, format: int = tarfile.PAX_FORMAT) -> Path:
