@@ -37,9 +37,8 @@ class ImageArrays(Dataset[tuple[Tensor, Tensor]]):
         if images.dtype != torch.uint8 or images.dim() != 4 or 0 in images.shape:
             raise ValueError(f"images must be a uint8 tensor (N, C, H, W) without empty dimensions, got {shown}")
         if targets.dtype not in (torch.int64, torch.float32) or targets.shape != images.shape[:1]:
-            raise ValueError(
-                f"targets must be an int64 or float32 tensor ({len(images)},), one for each image, got {shown}"
-            )
+            one = f"({len(images)},), one for each image"
+            raise ValueError(f"targets must be an int64 or float32 tensor {one}, got {shown}")
         if images.device.type != "cpu" or targets.device.type != "cpu":
             raise ValueError(f"images and targets must be on the cpu, got {shown}")
         # Regression has numbers, and everything else class numbers

@@ -144,11 +144,10 @@ class DetectionImages(ImageFolder):
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
-        twice = [
-            each for each in images if len({*zip(map(tuple, each.boxes), each.labels, strict=True)}) < len(each.boxes)
-        ]
+        objects = [[*zip(map(tuple, each.boxes), each.labels, strict=True)] for each in images]
+        twice = [each.path for each, some in zip(images, objects, strict=True) if len({*some}) < len(some)]
         many = f"images with two objects of one box and class: {len(twice):,}"
-        self.warnings: list[str] = [f"{many}, such as {twice[0].path}"] if twice else []
+        self.warnings: list[str] = [f"{many}, such as {twice[0]}"] if twice else []
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""

@@ -247,10 +247,8 @@ def list_splits(
         or len(set(changes)) == 1
     ):
         return splits, []
-    splits = {
-        split: (replace(files, sizes=torch.tensor([*map(size_of, files.all_names())])), numbers)
-        for split, (files, numbers) in splits.items()
-    }
+    for split, (files, numbers) in splits.items():
+        splits[split] = replace(files, sizes=torch.tensor([*map(size_of, files.all_names())])), numbers
     watched = Files.of([os.fsencode(path) for path in times])
     tensors = {"times": torch.tensor(list(times.values())), "names": watched.names, "ends": watched.ends}
     for split, (files, numbers) in splits.items():
@@ -263,11 +261,9 @@ def _unchanged(known: Mapping[str, Tensor], splits: Mapping[str, Path]) -> dict[
     with contextlib.suppress(OSError):
         watched = zip(Files(known["names"], known["ends"]).all_names(), known["times"].tolist(), strict=True)
         if all(times_of(path) == then for path, then in watched):
-            fields = ("names", "ends", "sizes", "unread")
-            return {
-                split: (Files(*(known[f"{split}.{name}"] for name in fields)), known[f"{split}.classes"])
-                for split in splits
-            }
+            names = ("names", "ends", "sizes", "unread", "classes")
+            columns = {split: [known[f"{split}.{name}"] for name in names] for split in splits}
+            return {split: (Files(*some), numbers) for split, (*some, numbers) in columns.items()}
     return None
 
 

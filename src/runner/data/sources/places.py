@@ -38,9 +38,8 @@ class Place:
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
         # Readers of untrusted files raise a dozen types, SyntaxError among them
         if isinstance(error, Exception) and not isinstance(error, UserError | MemoryError):
-            raise UserError(
-                self.key, f"cannot read {self.part}{self.name}: {reason_of(error)}", self.allowed
-            ) from error
+            problem = f"cannot read {self.part}{self.name}: {reason_of(error)}"
+            raise UserError(self.key, problem, self.allowed) from error
 
 
 def reason_of(error: Exception) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import random
 import time
 import zlib
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
@@ -181,7 +180,6 @@ class RemoteShard:
     url: str
     size: int
     version: str
-    has_index: bool  # whether an object `<url>.index` was listed
 
     def range(self, start: int, end: int) -> bytes:
         """Bytes from `start` up to `end`; raises `DataFailed`, also if the object was replaced or removed."""
@@ -220,8 +218,8 @@ class RemoteShard:
     def changed(self, how: str) -> DataFailed:
         """The error for an object that is not the one that was indexed, which does not count as a sample to skip."""
         problem = f"{self.url} was changed or damaged after it was indexed: {how}"
-        beside = f", and no {self.url.rpartition('/')[2]}.index of another one beside it" if self.has_index else ""
-        return DataFailed("data.root", problem, f"the object as it was{beside}; or a new run, which indexes it again")
+        allowed = f"the object as it was, without the {self.url.rpartition('/')[2]}.index of another one beside it"
+        return DataFailed("data.root", problem, f"{allowed}; or a new run, which indexes it again")
 
     def replaced(self) -> bool:
         """Whether the store has another object at this URL now; raises what the client raises."""
@@ -236,8 +234,8 @@ class RemoteShard:
             raise self.changed("it was replaced meanwhile")
 
     def index(self) -> bytes | None:
-        """The content of the index beside it, if one was listed."""
-        return content_of(f"{self.url}.index") if self.has_index else None
+        """The content of the index beside it, if there is one."""
+        return content_of(f"{self.url}.index")
 
     def opened(self) -> Any:
         """The object as a file for reading."""
@@ -271,13 +269,12 @@ def content_of(url: str) -> bytes | None:
 
 
 def chosen(url: str) -> RemoteShard:
-    """A shard that the user names; its index is looked for, too. Raises `UserError` if there is none."""
+    """A shard that the user names; raises `UserError` if there is none."""
     try:
-        shard = _described(url, retried(url, lambda: request(url, "info")))
+        return _described(url, retried(url, lambda: request(url, "info")))
     except FileNotFoundError as error:
         allowed = "names of objects that are there, relative to data.root"
         raise UserError("data.root", f"there is no {url}", allowed) from error
-    return dataclasses.replace(shard, has_index=True)
 
 
 def listed(url: str) -> list[RemoteShard]:
@@ -294,15 +291,15 @@ def listed(url: str) -> list[RemoteShard]:
         names = {str(entry["name"]).rpartition("/")[2]: entry for entry in entries if entry["type"] == "file"}
         names = {} if [*names] == [url.rpartition("/")[2]] else names
         shards = [name for name in sorted(names) if name.endswith(".tar") and not name.startswith(".")]
-        return [_described(f"{url}/{name}", names[name], names) for name in shards]
+        return [_described(f"{url}/{name}", names[name]) for name in shards]
     return []
 
 
-def _described(url: str, info: dict[str, Any], names: Container[str] = ()) -> RemoteShard:
+def _described(url: str, info: dict[str, Any]) -> RemoteShard:
     if not isinstance(info.get("size"), int):
         problem = f"the server does not tell the size of {url}"
         raise UserError("data.root", problem, "a server that answers requests of ranges")
     key, said = next(((key, info[key]) for key in _VERSIONS if info.get(key)), ("", ""))
     # A list may have the number of a time that a description has, such as of fsspec's own store in memory
     version = f"{key} {said.timestamp() if isinstance(said, datetime) else said}".strip()
-    return RemoteShard(url, info["size"], version, f"{url.rpartition('/')[2]}.index" in names)
+    return RemoteShard(url, info["size"], version)

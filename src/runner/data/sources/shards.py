@@ -179,11 +179,9 @@ def shards(
     indexes = {shard: index for shard, (index, _) in zip(every, made, strict=True) if len(index["labels"])}
     classes = _classes(f"{base}/classes.txt", max(int(index["labels"].max()) for index in indexes.values()), target)
     kind: Any = Shards if target == "class" else functools.partial(TargetShards, target=target)
-    result = {
-        split: kind(kept, [indexes[shard] for shard in kept], classes, decoding)
-        for split, found in shards.items()
-        if (kept := [shard for shard in found if shard in indexes])  # `pack` skipped all images of others
-    }
+    # `pack` skipped all images of others
+    kept = {split: [shard for shard in found if shard in indexes] for split, found in shards.items()}
+    result = {split: kind(some, [*map(indexes.get, some)], classes, decoding) for split, some in kept.items() if some}
     for split, count in (manifest.get("samples") or {}).items() if not any(named.values()) else ():
         if (found := len(result.get(split, ()))) != count:
             problem = f"{base} has {found:,} of the {count:,} images of '{split}' that were packed"

@@ -157,8 +157,6 @@ def _class_number(key: str, contents: Mapping[str, bytes], label: str) -> int:
         text = contents.get("cls", b"").decode()
         number = int(digits(text)) if "cls" in contents else json.loads(contents.get("json", b"{}")).get(label)
     if type(number) is not int or not 0 <= number <= LARGEST_CLASS:
-        places = f"in {key}.cls, or in {key}.json as '{label}'"
-        raise ValueError(
-            f"sample {key} has no class number, from 0 to {LARGEST_CLASS:,} and next to the image: {places}"
-        )
+        places = f"next to the image in {key}.cls, or in {key}.json as '{label}'"
+        raise ValueError(f"sample {key} has no class number from 0 to {LARGEST_CLASS:,} {places}")
     return number
