@@ -281,7 +281,7 @@ os torch nothing_at_all.Net
 torch.utils.data.datapipes.iter.RoutedDecoder torch.utils.data.datapipes.iter.FileOpener torch.fx.GraphModule
 torch.jit.ScriptModule torch.distributed.nn.RemoteModule torch.nn.parallel.DistributedDataParallel
 torchvision.datasets.LSUN torchvision.datasets.LSUNClass runner.data.build.read_data runner.data.workers.WorkerLoader
-runner.data.sources.folders.EXTENSIONS torch.float32
+runner.data.sources.shards.MANIFEST torch.float32
 """
 USUAL = """
 runner.models.mlp.MLP runner.models.small_cnn.SmallCNN runner.models.torchvision_zoo.classifier

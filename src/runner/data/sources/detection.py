@@ -21,9 +21,9 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, bounded, digits, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
+from runner.data.sources import listing
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.listing import absent, check_names, existing, images_below, is_inside, unread_warnings, written
 from runner.data.sources.places import Place
 
 OnError = Literal["raise", "skip"]
@@ -133,14 +133,13 @@ class DetectionImages(ImageFolder):
             problem = "is true, which needs faster-coco-eval, which is not installed"
             raise UserError("data.dataset.masks", problem, "pip install 'runner[detection]'")
         for image in images:
-            image.problem = image.problem or ((gone := absent(image.path)) and f"{gone} does not exist")
+            image.problem = image.problem or ((gone := listing.absent(image.path)) and f"{gone} does not exist")
             if image.problem and on_error == "raise":
                 raise UserError("data.dataset", image.problem, "data.on_error=skip, which reads other images instead")
         refuse_shares(images, "data.dataset", "numbers in pixels; data=yolo reads fractions of width and height")
-        # Text instead of objects, as reading these in worker processes would copy their pages one after the other
         texts = [json.dumps({**vars(image), "path": ""}).encode() for image in images]
-        self._texts, self._masks, self._bounds = b"".join(texts), masks, torch.tensor([0, *map(len, texts)]).cumsum(0)
-        self.has_encodings = b'"counts"' in self._texts  # run-length encodings, which cannot be resized
+        self._texts, self._masks = listing.Files.of(texts), masks
+        self.has_encodings = any(b'"counts"' in text for text in texts)  # run-length encodings, which cannot be resized
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
         super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
@@ -155,9 +154,7 @@ class DetectionImages(ImageFolder):
         return with_objects(read_image(said.path, None, 3, max_pixels=self.decoding.max_pixels), said, self._masks)
 
     def _said(self, index: int) -> Annotated:
-        index = range(len(self))[index]
-        begin, end = self._bounds[index : index + 2].tolist()
-        said = Annotated(**{**json.loads(self._texts[begin:end]), "path": self.path(index)})
+        said = Annotated(**{**json.loads(self._texts.name(index)), "path": self.path(index)})
         if said.problem:
             raise UserError(f"{said.problem}.")
         return said
@@ -232,7 +229,7 @@ def coco(
 
     Raises `UserError` if a file is missing, cut short or of another format; it names the file and the place in it.
     """
-    base, made, names = existing(root), {}, dict[int, str]()
+    base, made, names = listing.existing(root), {}, dict[int, str]()
     if base.is_file():
         raise UserError("data.root", f"{base} is a file", "a folder; data=yolo takes the YAML file of a data set")
     folders, files = (train_images, val_images, test_images), (train_annotations, val_annotations, test_annotations)
@@ -247,11 +244,11 @@ def coco(
             allowed = f"{allowed}data.dataset.train_annotations={there[0]} {one}" if there else ""
             raise UserError(f"data.dataset.{split}_annotations", f"there is no file {path}", allowed)
         images, theirs, empty = _read_coco(path, folder, base, masks)
-        if images and absent(images[0].path) and not folder.is_dir():
+        if images and listing.absent(images[0].path) and not folder.is_dir():
             problem = f"there is no folder {folder}, and {path} names {images[0].path.name} in it"
             raise UserError(f"data.dataset.{split}_images", problem, "the folder of the images, relative to data.root")
         names = names or theirs
-        check_names("data.dataset", path, list(theirs.values()))
+        listing.check_names("data.dataset", path, list(theirs.values()))
         if differing := sorted(theirs.items() ^ names.items()):
             raise UserError("data.dataset", f"{path} has other categories than {train_annotations}: {differing[0]}")
         made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
@@ -269,11 +266,12 @@ def _read_coco(path: Path, folder: Path, root: Path, masks: bool) -> tuple[list[
             names[_new(entry["id"], names)] = str(entry["name"])
         labels = {number: label for label, number in enumerate(sorted(names), 1)}
         for entry in at.each("images", contents["images"]):
-            if not is_inside(entry["file_name"], folder, root):
+            if not listing.is_inside(entry["file_name"], folder, root):
                 problem = f"{at.part}{path} names a file outside of {root}: {entry['file_name']}"
                 raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
             size = int(entry["width"]), int(entry["height"])
-            images[_new(entry["id"], images)] = Annotated(written(folder / entry["file_name"]), int(entry["id"]), size)
+            file = listing.written(folder / entry["file_name"])
+            images[_new(entry["id"], images)] = Annotated(file, int(entry["id"]), size)
         for entry in at.each("annotations", contents["annotations"]):
             (x, y, width, height), outline = entry["bbox"], entry["segmentation"] or [] if masks else None
             for name, known in (("image_id", images), ("category_id", labels)):
@@ -312,7 +310,7 @@ def yolo(
 
     Raises `UserError` if a file is missing or a line is wrong; it names both.
     """
-    base, made = existing(root), dict[str, DetectionImages]()
+    base, made = listing.existing(root), dict[str, DetectionImages]()
     if base.is_file():  # as Ultralytics' users name it
         base, description = base.parent, base.name
     path, plain = base / description, base / "classes.txt"
@@ -326,20 +324,20 @@ def yolo(
         count = bounded(max(known) + 1, 10 * len(known) + 1000, f"numbers of classes for {len(known):,} names")
         names = tuple(str(known.get(place, "")).strip() or str(place) for place in range(count))
         points = math.prod(int(digits(each)) for each in said["kpt_shape"]) if said.get("kpt_shape") else 0
-    check_names("data.dataset", path if path.is_file() else plain, names)
+    listing.check_names("data.dataset", path if path.is_file() else plain, names)
     below = functools.cache(lambda folder: {each.name.lower(): each for each in folder.glob("*")})
     for split in _SPLITS:
         # Paths of Roboflow begin with ../, and mean the folder of the description
         name = str(said.get(split) or f"images/{split}").removeprefix("../")
         folder = base / name
-        if not is_inside(name, base):
+        if not listing.is_inside(name, base):
             problem = f"'{split}' of {path} is a folder outside of {base}: {name}"
             raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
         if not folder.is_dir():
             if split == "train" or said.get(split):
                 raise UserError("data.dataset", f"the images of '{split}', {folder}, are not a folder")
             continue
-        files = sorted(images_below(folder, unread := list[Path]()))
+        files = sorted(listing.images_below(folder, unread := list[Path]()))
         images = [Annotated(file, number, None) for number, file in enumerate(files)]
         places = [_labels_of(image.path) for image in images]
         for image, text in zip(images, places, strict=True):
@@ -355,7 +353,7 @@ def yolo(
             allowed = "text files there, or another data.dataset.description"
             raise UserError("data.dataset", f"no image of '{split}' has an object: there is no {lacking}", allowed)
         made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
-        made[split].warnings += unread_warnings(folder, len(unread))
+        made[split].warnings += listing.unread_warnings(folder, len(unread))
     return made
 
 
@@ -363,7 +361,7 @@ def _labels_of(image: Path) -> Path:
     """The text file of an image of YOLO: in `labels` instead of `images`, or beside the image where there is no such folder."""
     text = image.with_suffix(".txt")
     head, found, tail = f"/{text.as_posix()}".rpartition("/images/")
-    return written(Path(f"{head}/labels/{tail}"[1:]) if found else text)
+    return listing.written(Path(f"{head}/labels/{tail}"[1:]) if found else text)
 
 
 def _add_lines(image: Annotated, path: Path, classes: int, masks: bool, points: int) -> None:

@@ -17,18 +17,8 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
+from runner.data.sources import listing
 from runner.data.sources.image_io import Cut, Decoding, middle_square, read_image
-from runner.data.sources.listing import (
-    EXTENSIONS,
-    Files,
-    IndexFile,
-    common_part,
-    existing,
-    is_hidden,
-    list_splits,
-    size_of,
-    unread_warnings,
-)
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -43,7 +33,7 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
         classes: names of the classes; empty for regression.
     """
 
-    unsaved: Sequence[tuple[IndexFile, dict[str, Tensor]]] = ()
+    unsaved: Sequence[tuple[listing.IndexFile, dict[str, Tensor]]] = ()
     indexed = False
 
     def __init__(self, targets: Tensor, classes: Sequence[str], decoding: Decoding) -> None:
@@ -82,21 +72,21 @@ class ImageFolder(ImageList):
 
     def __init__(
         self,
-        paths: Sequence[Path] | Files,
+        paths: Sequence[Path] | listing.Files,
         targets: Sequence[int] | Tensor,
         classes: Sequence[str],
         decoding: Decoding = Decoding(),  # noqa: B008  it is immutable
     ) -> None:
         numbers = targets if isinstance(targets, Tensor) else torch.tensor(targets, dtype=torch.int64)
         super().__init__(numbers, classes, decoding)
-        self.files = paths if isinstance(paths, Files) else Files.of([os.fsencode(path) for path in paths])
+        self.files = paths if isinstance(paths, listing.Files) else listing.Files.of([*map(os.fsencode, paths)])
         self.indexed = self.files.sizes is not None
 
     def encoded(self, index: int) -> tuple[Path, bytes | None]:
         """See `ImageList.encoded`; raises `UserError` if the file has another size than in the index."""
         path, sizes = self.path(index), self.files.sizes
         # A file that is gone is reported when it is read
-        if sizes is not None and size_of(os.fsencode(path)) not in (-1, int(sizes[index])):
+        if sizes is not None and listing.size_of(os.fsencode(path)) not in (-1, int(sizes[index])):
             problem = f"{path} has another size than when the files were listed"
             raise UserError("data.root", problem, f"`touch {path.parent}`, so that the next run lists them again")
         return path, None
@@ -104,7 +94,7 @@ class ImageFolder(ImageList):
     def fingerprint(self) -> str:
         """A digest of all that the images depend on: files with sizes and times, settings, decoder versions."""
         digest, names = hashlib.sha256(repr(self.decoding.state()).encode()), self.file_names()
-        common = common_part(names)
+        common = listing.common_part(names)
         for name in names:
             digest.update(name[common:] + b"\0")
             with contextlib.suppress(OSError):  # said, or skipped, when it is read
@@ -118,7 +108,7 @@ class ImageFolder(ImageList):
 
     def path(self, index: int) -> Path:
         """The file of item `index`."""
-        return Path(os.fsdecode(self.files.name(range(len(self))[index])))
+        return Path(os.fsdecode(self.files.name(index)))
 
     @property
     def paths(self) -> list[Path]:
@@ -150,7 +140,7 @@ def image_folder(
 
     Raises `UserError` if a folder is missing or empty, or the splits have different classes.
     """
-    decoding, base = Decoding(image_size, channels, crop_share, max_pixels), existing(root)
+    decoding, base = Decoding(image_size, channels, crop_share, max_pixels), listing.existing(root)
     if not base.is_dir():
         raise UserError("data.root", f"{base.absolute()} is not a folder", "the folder that holds the images")
     named = {"train": train_folder, "val": val_folder, "test": test_folder}
@@ -169,19 +159,19 @@ def image_folder(
         if more := set(names) ^ set(_class_folders(folder)):
             only = "; ".join(f"{name} only in {folders['train'] if name in names else folder}" for name in sorted(more))
             raise UserError("data.root", f"splits have different class folders: {only}", "the same in every split")
-    listed, unsaved = list_splits(folders, names, cache_folder)
+    listed, unsaved = listing.list_splits(folders, names, cache_folder)
     made = {split: ImageFolder(files, numbers, names, decoding) for split, (files, numbers) in listed.items()}
     for split, dataset in made.items():
-        dataset.warnings = unread_warnings(folders[split], int(dataset.files.unread or 0))
+        dataset.warnings = listing.unread_warnings(folders[split], int(dataset.files.unread or 0))
     made["train"].unsaved = unsaved
     return made
 
 
 def _class_folders(folder: Path) -> list[str]:
     entries = sorted(folder.iterdir())
-    names = [entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name)]
+    names = [entry.name for entry in entries if entry.is_dir() and not listing.is_hidden(entry.name)]
     if not names:
-        loose = any(entry.suffix.lower() in EXTENSIONS for entry in entries)
+        loose = any(entry.suffix.lower() in listing.EXTENSIONS for entry in entries)
         found = "there are only images of no class" if loose else "there is none"
         problem = f"{folder.absolute()} must hold one folder of images for each class; {found}"
         raise UserError("data.root", problem, f"data.root={folder.parent}" if loose else "")

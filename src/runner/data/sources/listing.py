@@ -42,7 +42,7 @@ Times = dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Files:
-    """Paths of files, as one array.
+    """Paths of files, or other texts, as one array.
 
     Reading strings in a forked worker writes their reference counts, which copies their pages.
     """
@@ -62,8 +62,9 @@ class Files:
         return len(self.ends) - 1
 
     def name(self, index: int) -> bytes:
-        """The path at a place."""
-        begin, end = self.ends[index : index + 2].tolist()
+        """The path at a place; raises `IndexError` if there is none."""
+        place = range(len(self))[index]
+        begin, end = self.ends[place : place + 2].tolist()
         return self.names[begin:end].numpy().tobytes()
 
     def all_names(self) -> list[bytes]:
