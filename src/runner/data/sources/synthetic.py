@@ -82,7 +82,9 @@ def _measured(count: int, patterns: Tensor, noise: float, generator: Generator) 
     images = _render(strength, lambda chunk: chunk.view(-1, 1, 1, 1) * pattern, noise, generator)
     # Integer sums are the same in any order, so the targets do not depend on the number of threads.
     weights = (pattern * 64).round().to(torch.int64)
-    sums = torch.cat([((chunk.to(torch.int64) - _MIDDLE) * weights).sum((1, 2, 3)) for chunk in images.split(_CHUNK)])
+    sums = torch.cat(
+        [((chunk.to(torch.int64) - _MIDDLE) * weights).sum((1, 2, 3)) for chunk in torch.split(images, _CHUNK)]
+    )
     scale = 64 / (_CONTRAST * float(weights.square().sum()))
     return ImageArrays(images, (sums.double() * scale).float())
 
@@ -90,7 +92,7 @@ def _measured(count: int, patterns: Tensor, noise: float, generator: Generator) 
 def _render(sources: Tensor, draw: Callable[[Tensor], Tensor], noise: float, generator: Generator) -> Tensor:
     """Images uint8 (N, C, H, W) from `draw` of the sources, in chunks to bound the memory."""
     chunks = []
-    for chunk in sources.split(_CHUNK):
+    for chunk in torch.split(sources, _CHUNK):
         clean = draw(chunk)
         noisy = clean + noise * torch.randn(clean.shape, generator=generator)
         chunks.append((_MIDDLE + _CONTRAST * noisy).round_().clamp_(0, 255).to(torch.uint8))
