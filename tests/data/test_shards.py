@@ -183,12 +183,8 @@ def test_a_file_that_is_no_whole_tar_is_named(folder: Path, content: Callable[[b
         shards(str(folder))
 
 
-NO_NUMBERS = [
-    *(("cls", text) for text in (b"dog", b"1_0", b"-1", b"9" * 20)),
-    ("json", b"{}"),
-    ("json", b"{"),
-    ("txt", b"1"),
-]
+NO_NUMBERS = [("cls", text) for text in (b"dog", b"1_0", b"-1", b"9" * 20)]
+NO_NUMBERS += [("json", b"{}"), ("json", b"{"), ("txt", b"1")]
 DOTS = [("0.v2.JPG", "0.v2.cls"), ("0.v2.png", "0.cls")]
 PICTURE, NUMBER = ("0.png", encoded(0)), ("0.cls", b"0")
 
