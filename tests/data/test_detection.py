@@ -31,8 +31,7 @@ def changed(path: Path, change: Callable[[Any], None]) -> None:
 
 def test_a_coco_sample_is_an_image_and_its_objects(drawn: Path) -> None:
     contents = json.loads((drawn / "train.json").read_text())
-    changed(drawn / "train.json", lambda it: it["annotations"][0].update(iscrowd=1))
-    changed(drawn / "train.json", lambda it: it["annotations"].reverse())
+    changed(drawn / "train.json", lambda it: [it["annotations"][0].update(iscrowd=1), it["annotations"].reverse()])
     found = read_coco(drawn)
     assert found["train"].classes == ("tall", "wide")
     assert [len(found[split]) for split in ("train", "val")] == [5, 3]
@@ -203,9 +202,8 @@ def test_images_of_another_size_and_boxes_a_little_outside_or_without_an_area(dr
     whole = read_coco(drawn)["train"][0][1]["boxes"]
     changed(drawn / "train.json", lambda it: it["annotations"].insert(0, it["annotations"][0] | {"bbox": [3, 2, 0, 4]}))
     assert read_coco(drawn)["train"][0][1]["boxes"].equal(whole)
-    changed(drawn / "train.json", lambda it: it["annotations"].pop(0))
+    changed(drawn / "train.json", lambda it: [it["annotations"].pop(0), it["images"][1].update(width=48)])
     changed(drawn / "train.json", lambda it: it["annotations"][0].update(bbox=[30, 2, 10.2, 4]))
-    changed(drawn / "train.json", lambda it: it["images"][1].update(width=48))
     images = read_coco(drawn)["train"]
     assert images[0][1]["boxes"].tolist() == [[30, 2, 40, 6]]
     with pytest.raises(UserError, match=r"40x32 pixels, and its annotations say 48x32"):
@@ -215,8 +213,7 @@ def test_images_of_another_size_and_boxes_a_little_outside_or_without_an_area(dr
 def test_other_annotations_are_other_data(drawn: Path) -> None:
     before = read_coco(drawn)["train"]
     changed(drawn / "train.json", lambda it: it["annotations"][-1].update(category_id=3, bbox=[0, 0, 5, 5]))
-    differs = read_coco(drawn)["train"].targets != before.targets
-    assert differs.tolist() == [False] * 4 + [True] if len(before[4][1]["labels"]) else differs.any()
+    assert (read_coco(drawn)["train"].targets != before.targets).tolist() == [False] * 4 + [True]
 
 
 def test_transforms_keep_what_belongs_to_an_object_together(drawn: Path) -> None:

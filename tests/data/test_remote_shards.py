@@ -148,6 +148,8 @@ def test_what_does_not_pass_ends_with_a_sentence(kind: str, store: Store, monkey
     with pytest.raises(DataFailed, match=r"data\.root: cannot read s3://bucket/.*/train/012\.tar: .*\(6 attempts\)"):
         dataset[13]
     assert kind == "delay" or len(store.ranges()) == 6
+    with pytest.raises(DataFailed, match=r"cannot read s3://bucket/.*/train/0.*\(6 attempts\)"):
+        shards(store.url)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("expired", "token has expired"), ("denied", "Access Denied")])
@@ -186,12 +188,6 @@ def test_a_shard_that_is_no_whole_tar_is_named(length: int, reason: str, store: 
     path = folder / "train" / "012.tar"
     upload(store, path, path.read_bytes()[:length])
     with pytest.raises(UserError, match=rf"cannot read the shard s3://bucket/.*/012\.tar: .*({reason})"):
-        shards(store.url)
-
-
-def test_a_store_that_fails_at_the_start_is_named(store: Store) -> None:
-    store.faults.append(Fault("unavailable"))
-    with pytest.raises(DataFailed, match=r"cannot read s3://bucket/.*/train/0.*Please try again.*\(6 attempts\)"):
         shards(store.url)
 
 

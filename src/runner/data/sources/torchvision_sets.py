@@ -160,7 +160,7 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
     def fetch() -> None:
         for url, filename, md5 in listed if is_svhn else ():
             download_url(url, folder, filename, md5)
-        if not is_svhn:  # also where torchvision's own check, which leaves out the names of classes, would find nothing
+        if not is_svhn:  # also where torchvision's own check, which omits the names of classes, finds nothing
             download_and_extract_archive(source.url, folder, filename=source.filename, md5=source.tgz_md5)
 
     def arrays(split: str) -> ImageArrays:
