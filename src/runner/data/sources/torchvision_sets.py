@@ -157,10 +157,13 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
         sums = dict(source.train_list + source.test_list) | {source.meta["filename"]: source.meta["md5"]}
         inner, by_hand = folder / source.base_folder, f"by unpacking {source.url} in {folder}"
 
+    def damaged() -> list[Path]:
+        return [inner / filename for filename, md5 in sums.items() if not check_integrity(inner / filename, md5)]
+
     def fetch() -> None:
         for url, filename, md5 in listed if is_svhn else ():
             download_url(url, folder, filename, md5)
-        if not is_svhn:  # also where torchvision's own check, which omits the names of classes, finds nothing
+        if not is_svhn and damaged():  # torchvision's own check omits the names of classes
             download_and_extract_archive(source.url, folder, filename=source.filename, md5=source.tgz_md5)
 
     def arrays(split: str) -> ImageArrays:
@@ -179,9 +182,8 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
             return {split: arrays(split) for split in ("train", "test")}
         # torchvision's message does not say which file is damaged, so the digests find it
         except (OSError, RuntimeError, EOFError) as error:
-            damaged = [inner / filename for filename, md5 in sums.items() if not check_integrity(inner / filename, md5)]
-            what = "has another MD5 than the published one" if damaged else f"cannot be read ({one_line(error)})"
-            raise UserError("data.root", f"{[*damaged, inner][0].absolute()} {what}", _ANOTHER) from error
+            what = "has another MD5 than the published one" if damaged() else f"cannot be read ({one_line(error)})"
+            raise UserError("data.root", f"{[*damaged(), inner][0].absolute()} {what}", _ANOTHER) from error
 
     return _read(read, fetch if download else None, name, inner)
 
@@ -211,18 +213,13 @@ def _read(
     with noticing_signals(stop) as stopped, writing, exclusive(folder / name, stopped):
         socket.setdefaulttimeout(_SILENCE_S)
         try:
-            return read()  # another process may have downloaded it in the meantime
-        except DownloadStopped:
-            raise
-        except UserError:
-            try:
-                fetch()
-            except (OSError, RuntimeError, HTTPException) as error:
-                if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-                    raise
-                problem = f"downloading {name} failed: {one_line(error)}"
-                allowed = f"data.download=false with files copied by hand: {unread}"
-                raise UserError("data.download", problem, allowed) from error
+            fetch()  # only what another process has not downloaded in the meantime
+        except (OSError, RuntimeError, HTTPException) as error:
+            if isinstance(error, OSError) and error.errno in _OF_THE_DISK:
+                raise
+            problem = f"downloading {name} failed: {one_line(error)}"
+            allowed = f"data.download=false with files copied by hand: {unread}"
+            raise UserError("data.download", problem, allowed) from error
         finally:
             socket.setdefaulttimeout(before)
     return read()
