@@ -95,12 +95,10 @@ def hugging_face(
     labels = label_key if isinstance(label_key, list) else [_column("label_key", label_key, named or others, features)]
     targets, classes = _targets(datasets, splits, labels, kind, path or root)
     # Targets were read for all splits together, so that a class has one number in each of them.
-    result, start = {}, 0
-    for split, rows in splits.items():
+    result, parts = {}, torch.split(targets, [*map(len, splits.values())])
+    for (split, rows), some in zip(splits.items(), parts, strict=True):
         encoded = rows.select_columns([key]).cast_column(key, datasets.Image(decode=False))
-        name, some = f"{path or root}:{split}", targets[start : start + len(rows)]
-        result[split] = EncodedImages(encoded, key, name, some, classes, decoding=decoding)
-        start += len(rows)
+        result[split] = EncodedImages(encoded, key, f"{path or root}:{split}", some, classes, decoding=decoding)
     return result
 
 

@@ -257,15 +257,13 @@ def _scaled(region: Region, reduction: int, height: int, width: int) -> Region:
 def _as_mode(image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
     image = image.convert(_FIRST_TO[image.mode]) if image.mode in _FIRST_TO else image
     if image.mode in _SIXTEEN_BIT or image.mode == "F":
-        image = Image.fromarray(_eight_bit(np.asarray(image)))
+        values = np.asarray(image)
+        if values.dtype.kind == "f" or values.min() < 0 or values.max() > 65535:
+            problem = "its pixels are 32-bit numbers, whose black and white are unknown"
+            raise ValueError(f"{problem}; save it with 8 or 16 bits")
+        # Pillow's own conversion would clip 16-bit greys at 255
+        image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
     elif image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image if image.mode == mode else image.convert(mode)
-
-
-def _eight_bit(values: np.ndarray) -> np.ndarray:
-    """Scale 16-bit greys to 8 bits; Pillow's own conversion would clip them at 255."""
-    if values.dtype.kind == "f" or values.min() < 0 or values.max() > 65535:
-        raise ValueError("its pixels are 32-bit numbers, whose black and white are unknown; save it with 8 or 16 bits")
-    return ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
