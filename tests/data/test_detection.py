@@ -176,7 +176,7 @@ def test_run_lengths_of_another_size_are_refused_before_they_are_decoded(drawn: 
     ("root", "reason", "advice"),
     [
         ("gone", "does not exist", "gonex"),
-        ("a.yaml", "is a file", "data=yolo"),
+        ("a.yaml", "is not a folder", "data=yolo"),
         ("only", "there is no file", "data.dataset.train_annotations=a.json data.dataset.train_images=FOLDER"),
     ],
 )

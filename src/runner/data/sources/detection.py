@@ -229,9 +229,8 @@ def coco(
 
     Raises `UserError` if a file is missing, cut short or of another format; it names the file and the place in it.
     """
-    base, made, names = listing.existing(root), {}, dict[int, str]()
-    if base.is_file():
-        raise UserError("data.root", f"{base} is a file", "a folder; data=yolo takes the YAML file of a data set")
+    base, made = listing.existing(root, "a folder; data=yolo takes the YAML file of a data set"), {}
+    names = dict[int, str]()
     folders, files = (train_images, val_images, test_images), (train_annotations, val_annotations, test_annotations)
     for split, pictures, file in zip(_SPLITS, folders, files, strict=True):
         if file is None:
@@ -310,7 +309,7 @@ def yolo(
 
     Raises `UserError` if a file is missing or a line is wrong; it names both.
     """
-    base, made = listing.existing(root), dict[str, DetectionImages]()
+    base, made = listing.existing(root, ""), dict[str, DetectionImages]()
     if base.is_file():  # as Ultralytics' users name it
         base, description = base.parent, base.name
     path, plain = base / description, base / "classes.txt"

@@ -141,8 +141,6 @@ def image_folder(
     Raises `UserError` if a folder is missing or empty, or the splits have different classes.
     """
     decoding, base = Decoding(image_size, channels, crop_share, max_pixels), listing.existing(root)
-    if not base.is_dir():
-        raise UserError("data.root", f"{base.absolute()} is not a folder", "the folder that holds the images")
     named = {"train": train_folder, "val": val_folder, "test": test_folder}
     folders = {split: base / name for split, name in named.items() if (base / name).is_dir()}
     if folders and "train" not in folders:

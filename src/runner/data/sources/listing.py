@@ -113,11 +113,13 @@ def absent(path: Path) -> str:
     return "" if os.path.isfile(path) else text  # noqa: PTH113  Path.is_file raises for such a name
 
 
-def existing(root: str) -> Path:
-    """The path of `data.root`; raises `UserError` if there is none."""
+def existing(root: str, allowed: str = "the folder that holds the data") -> Path:
+    """The path of `data.root`; raises `UserError` if there is none, or it is not a folder and `allowed` says what to give."""
     base = Path(root).expanduser()
     if not base.exists():
         raise UserError("data.root", f"{base.absolute()} does not exist", "", nearest_path(base))
+    if allowed and not base.is_dir():
+        raise UserError("data.root", f"{base.absolute()} is not a folder", allowed)
     return base
 
 
