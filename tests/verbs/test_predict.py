@@ -22,7 +22,7 @@ from runner.data.sources.image_files import fitted
 from runner.data.sources.image_io import read_image
 from runner.data.sources.synthetic import synthetic
 from runner.models.features import Extractor
-from runner.verbs.predict.inputs import files_in
+from runner.verbs.predict.run import files_in
 
 DATA = (
     "data=synthetic", "data.dataset.samples=60", "data.dataset.classes=4", "data.image_size=8", "data.split.val=0.3",
