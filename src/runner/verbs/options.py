@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically
+from runner.base.files import make_folder, write_atomically
 from runner.config.sources import Option, Sources, text_of
-from runner.verbs._folders import sources_and_words, split_words
-from runner.verbs._table import VERBS
+from runner.verbs._table import VERBS, sources_and_words, split_words
 
 
 class Commented(NamedTuple):
@@ -53,11 +52,8 @@ def copy(argv: Sequence[str]) -> int:
         raise UserError("copy", problem, "another name, with --name NAME")
     # The header of the file shows how the option is selected, so it gets the new name
     text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError("copy", f"cannot write {path}: {error.strerror}", "another folder") from error
+    make_folder(path.parent)
+    write_atomically(path, text.encode())
     print(f"change {path}, then: python -m runner train --config-dir {words[1]} {group}={new}")
     print(path)
     return 0

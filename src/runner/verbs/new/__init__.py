@@ -12,10 +12,10 @@ from pathlib import Path
 from string import Template
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically, writing
+from runner.base.files import make_folder, write_atomically
 from runner.config.sources import Sources, shipped
 from runner.tracking.formats import amount
-from runner.verbs._folders import split_words
+from runner.verbs._table import split_words
 
 # The config group of the option of each kind.
 _KINDS = {"model": "model", "data": "data", "task": "task", "callback": "callbacks", "project": "experiment"}
@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
         problem = f"{', '.join(there)} already exist{'s' if len(there) == 1 else ''}, and nothing is overwritten"
         raise UserError("new", problem, "another name, or another folder")
     for path, text in written.items():
-        with writing(Path(path)):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(Path(path).parent)
         write_atomically(Path(path), text.encode())
     commands[-1:-1] = [] if importlib.util.find_spec("pytest") else ["pip install pytest"]
     print("\n".join(["written:", *(f"  {path}" for path in written), "", "try:", *(f"  {each}" for each in commands)]))
