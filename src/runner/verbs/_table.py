@@ -91,7 +91,9 @@ _ENTRIES = (
         "Copy an option to your config folder: `copy model=vit_tiny my_conf`.",
         "runner.verbs.options:copy",
     ),
-    Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env:main"),
+    Verb(
+        "env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.options:env"
+    ),
     Verb(
         "eval",
         "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",

@@ -1,7 +1,8 @@
-"""`list`, `show` and `copy`: options, their files and their keys with comments. Imports nothing heavy."""
+"""`list`, `show` and `copy`: options, their files and their keys with comments; `env`. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -69,6 +70,23 @@ def show(argv: Sequence[str]) -> int:
                 print(text_of(path).rstrip(), end="\n\n")
         else:
             print("\n".join(_explained(word, sources)), end="\n\n")
+    return 0
+
+
+def env(argv: Sequence[str]) -> int:
+    """Print the environment as a table, or as JSON with `--json`, which stands for `json=true`."""
+    if wrong := [word for word in argv if word != "json=true"]:
+        raise UserError("env", f"unknown argument '{wrong[0]}'", "--json")
+    from runner.tracking.environment import environment, lines
+
+    found = environment()
+    if argv:
+        print(json.dumps(found, indent=2))
+        return 0
+    rows = lines(found)
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        print(f"{label:<{width}}  {value}")
     return 0
 
 

@@ -23,8 +23,7 @@ from runner.data.samples import SampleTransform, SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.engine.step import Supervised
 from runner.instrument.no_trace import SavedBuffers
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import NotApplicable, need
+from runner.lab.check.result import LIMITS, NotApplicable, need
 from runner.lab.check.sample import SplitStats, is_classes, known_targets, measure_split
 from runner.run.batch_size import auto_batch_size
 from runner.run.evaluation import load_best

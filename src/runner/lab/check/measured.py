@@ -20,7 +20,7 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.instrument.observer import Observer
 from runner.lab.check.context import BATCH_NORM, CheckContext, shared
-from runner.lab.check.limits import LIMITS
+from runner.lab.check.result import LIMITS
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
 

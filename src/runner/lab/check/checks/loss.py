@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext, shared
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed, warned
+from runner.lab.check.result import LIMITS, NotApplicable, Result, check, failed, graded, need, passed, warned
 from runner.lab.check.sample import is_classes
 
 _COMPARED, _FREE = 12, 32  # samples that are compared with each other, and whose outputs are optimized

@@ -13,9 +13,8 @@ import torch
 
 from runner.base.errors import UserError
 from runner.lab.check.context import ADAM, BATCH_NORM, DROPOUT, CheckContext
-from runner.lab.check.limits import LIMITS
 from runner.lab.check.measured import held_out_loader, hooked_gradients, measure_signals, measure_step
-from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.run.metrics import better
 from runner.tracking.formats import amount
 
