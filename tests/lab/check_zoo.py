@@ -34,47 +34,47 @@ class Listed(Dataset[Any]):
         return image, self.targets[index]
 
 
+BOTH = {  # faults of the images of both splits
+    "white pages": lambda images: 250 - images // 16,
+    "all zero": torch.zeros_like,
+    "swapped channels": lambda images: images.flip(1),
+    "cast to uint8": lambda images: images // 128,
+}
+IN_TEST = {"swapped channels in test": lambda images: images.flip(1), "dark test": lambda images: images // 3}
+TARGETS = {"one class": torch.zeros_like, "large targets": lambda targets: targets * 1e4, "no targets": torch.ones_like}
+
+
 def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **unused: Any) -> dict[str, Any]:
     """400 images of 8x8 pixels in three colours, and 100 to test on, with one fault."""
     made = synthetic(samples, 8, 3, CLASSES, kind=kind, noise=0.3)  # type: ignore[arg-type]
     train, test = made["train"], made["test"]
-    images, targets, classes = train.images.clone(), train.targets.clone(), train.classes
-    theirs, right = test.images.clone(), test.targets.clone()
+    classes, (images, theirs) = train.classes, (each.images.clone() for each in (train, test))
     images[:, 0] //= 3  # dark in red, so that the order of the channels can be told
     theirs[:, 0] //= 3
-    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(3))
+    images, theirs = (BOTH.get(fault, Tensor.clone)(each) for each in (images, theirs))
+    theirs = IN_TEST.get(fault, Tensor.clone)(theirs)
+    targets, right = (TARGETS.get(fault, Tensor.clone)(each.targets) for each in (train, test))
 
     if fault == "shuffled labels":
-        targets = targets[order]
-    elif fault == "labels from 1":
-        return {"train": Listed(images, targets + 1), "test": Listed(theirs, right + 1)}
-    elif fault == "labels out of range":
-        return {"train": Listed(images, targets + 1, classes), "test": Listed(theirs, right + 1, classes)}
+        targets = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(3))]
+    elif fault in ("labels from 1", "labels out of range"):
+        names = classes if fault == "labels out of range" else ()
+        return {"train": Listed(images, targets + 1, names), "test": Listed(theirs, right + 1, names)}
     elif fault == "one name":
         classes = ["a", "b", "c", "a"]
     elif fault == "channels last":
         return {"train": Listed(images.permute(0, 2, 3, 1), targets, classes)}
     elif fault == "one glyph twice":
         theirs[0] = images[0]
-    elif fault == "white pages":
-        images, theirs = 250 - images // 16, 250 - theirs // 16
     elif fault == "faint numbers":
         noise = torch.randn(len(targets) + len(right), generator=torch.Generator().manual_seed(4))
         targets, right = targets + noise[: len(targets)], right + noise[len(targets) :]
     elif fault == "leaked test":
         theirs[:40], right[:40] = images[:40], targets[:40]
-    elif fault == "duplicate rows":
-        images[100:150], targets[100:150] = images[:50], targets[:50]
-    elif fault == "two labels":
-        images[100:150], targets[100:150] = images[:50], (targets[:50] + 1) % CLASSES
-    elif fault == "all zero":
-        images.zero_()
-        theirs.zero_()
+    elif fault in ("duplicate rows", "two labels"):
+        images[100:150], targets[100:150] = images[:50], (targets[:50] + (fault == "two labels")) % CLASSES
     elif fault == "constant images":
         images[::10] = 7
-    elif fault == "one class":
-        targets.zero_()
-        right.zero_()
     elif fault == "common class":
         keep = (targets == 0) | ((targets > 0).cumsum(0) < 9)
         images, targets = images[keep], targets[keep]
@@ -84,16 +84,8 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         images, targets, theirs, right = images[kept], targets[kept], theirs[held], right[held]
     elif fault == "other numbers in test":
         right = (right + 1) % CLASSES
-    elif fault == "swapped channels":
-        images, theirs = images.flip(1), theirs.flip(1)
-    elif fault == "swapped channels in test":
-        theirs = theirs.flip(1)
-    elif fault == "dark test":
-        theirs = theirs // 3
     elif fault == "brighter copies in test":
         theirs[:40], right[:40] = images[:40] // 2 + 60, targets[:40]
-    elif fault == "cast to uint8":
-        images, theirs = images // 128, theirs // 128
     elif fault in ("not scaled", "not a number", "outlier"):
         pixels = images.float() / (1 if fault == "not scaled" else 255)
         if fault == "not a number":
@@ -105,10 +97,6 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         return {"train": Listed([image[:, : 8 - index % 2] for index, image in enumerate(images)], targets, classes)}
     elif fault == "unreadable":
         return {"train": Listed([None if i % 50 == 7 else image for i, image in enumerate(images)], targets, classes)}
-    elif fault == "large targets":
-        targets, right = targets * 1e4, right * 1e4
-    elif fault == "no targets":
-        targets, right = torch.ones_like(targets), torch.ones_like(right)
     return {"train": ImageArrays(images, targets, classes), "test": ImageArrays(theirs, right, classes)}
 
 
@@ -257,11 +245,10 @@ class Case(NamedTuple):
     evidence: str = ""
 
 
-def first_of_each(cases: Sequence[Case], *elsewhere: Case) -> list[int]:
-    """The places of cases that stand for others of the same check: the first of each that is not among those elsewhere."""
-    known = [case.check for case in elsewhere]
+def first_of_each(cases: Sequence[Case]) -> list[int]:
+    """The places of cases that stand for others of the same check: the first of each."""
     checks = [case.check for case in cases]
-    return [place for place, check in enumerate(checks) if check not in (*known, *checks[:place])]
+    return [place for place, check in enumerate(checks) if check not in checks[:place]]
 
 
 def _data(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:

@@ -14,7 +14,6 @@ from extended import some
 
 from runner.checkpoint import file
 from runner.lab.audit import amount_of, same
-from runner.verbs._table import VERBS
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2")
 OWN = (*QUICK, "model={_target_: audit_faults.Net}")
@@ -111,36 +110,6 @@ def test_the_report_for_people_of_two_processes(run: Callable[..., Any]) -> None
         "logs differ first at",
     ):
         assert text in told.out, told.out
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("vary=data.workers:0,2",), ("vary.data.workers: varies what is not a key", "data.num_workers")),
-        (("vary=threads:1,2,3",), ("vary.threads: has 3 values, but there are two sides", "vary=threads:A,B")),
-        (("vary=data.batch_size:0",), ("vary: data.batch_size=0 cannot be run", "a whole number of at least 1")),
-        (("a=one.pt",), ("b: is missing, and a is given", "b=PATH")),
-        (("a=one.pt", "b=two.pt", "vary=seed:1"), ("vary: has no effect on checkpoints",)),
-        (("a=one.pt", "b=two.pt"), ("a: there is no one.pt",)),
-        (("steps=0",), ("steps: cannot be 0",)),
-        (("threads=1", "steps=1", "data.batch_size=32", "data.root=nowhere", "data=image_folder"), ("data.root",)),
-    ],
-)
-def test_a_mistake_is_a_sentence(run: Callable[..., Any], words: tuple[str, ...], told: tuple[str, ...]) -> None:
-    result = run("audit", *words)
-    assert result.status == 2
-    assert "Traceback" not in result.err
-    assert all(text in result.err for text in told), result.err
-
-
-def test_the_short_form_of_vary_is_spelled_out_before_hydra_sees_a_sweep() -> None:
-    words = ["vary=data.num_workers:0,2", "+vary=amp:bf16", "vary={seed: 1}", "seed=1"]
-    assert VERBS["audit"].expand_shorthand(words) == [
-        "vary.data.num_workers=[0,2]",
-        "vary.amp=bf16",
-        "vary={seed: 1}",
-        "seed=1",
-    ]
 
 
 @pytest.mark.extended
