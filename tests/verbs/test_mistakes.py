@@ -38,7 +38,7 @@ SHORT_SEARCH = ("model=mlp", "model.hidden=[32]", "transform=none", "scheduler=c
         (("eval", RUN, "tta=[flip,five_crops]"), ("five_crop",)),
         (("find-lr", *SHORT_SEARCH, "start=1", "end=0.1"), ("start: is 1, and end is 0.1",)),
         (("find-lr", *SHORT_SEARCH, "num_steps=3"), ("num_steps: cannot be 3",)),
-        (("find-lr", *SHORT_SEARCH, "lr=auto"), ("lr: can no longer be auto",)),
+        (("find-lr", *SHORT_SEARCH, "lr=auto"), ("lr: can no longer be auto", "run find-lr, and set the number that it prints")),
         (("find-lr", *SHORT_SEARCH, "start=1e-9", "end=1e-7"),
          ("lr: no rate was found: the loss hardly falls at any rate from 1e-09 to 1e-07",)),
         (("find-lr", *SHORT_SEARCH, "optimizer.lr=0"), ("optimizer.lr: is 0",)),

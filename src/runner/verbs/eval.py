@@ -48,11 +48,7 @@ _TAKE_LOGITS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def run(composition: Composition) -> float:
-    """Evaluate a checkpoint.
-
-    Returns:
-        The loss, for sweepers.
-    """
+    """Evaluate a checkpoint; returns the loss, for sweepers."""
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Eval)
     config, found = resolved.config, resolved.found

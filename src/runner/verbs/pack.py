@@ -43,11 +43,7 @@ _SHOWN = 5  # reasons why images were skipped
 
 
 def run(composition: Composition) -> float:
-    """Pack the data.
-
-    Returns:
-        The number of shards, for sweepers.
-    """
+    """Pack the data; returns the number of shards, for sweepers."""
     config, _ = config_and_checkpoint(composition, Pack)
     report, data = Report(config.json), config.data
     if config.output is None:

@@ -89,7 +89,7 @@ def watch(argv: Sequence[str]) -> int:
     On a terminal this is a live table, elsewhere lines. Ctrl-C ends it, and leaves the runs alone. Everything comes from the
     files, so that the runs may be those of another terminal or of another machine whose folder is mounted here.
     """
-    return _show("watch", argv, live=True)
+    return _show("watch", argv)
 
 
 def sweep(argv: Sequence[str]) -> int:
@@ -97,11 +97,11 @@ def sweep(argv: Sequence[str]) -> int:
 
     DIR may be a folder above it that holds nothing else. `watch DIR` follows the sweep.
     """
-    return _show("sweep", argv, live=False)
+    return _show("sweep", argv)
 
 
-def _show(verb: str, argv: Sequence[str], live: bool) -> int:
-    """Show the table of a folder, of `sweep` only that of one sweep; if it is `live`, follow first what runs there."""
+def _show(verb: str, argv: Sequence[str]) -> int:
+    """Show the table of a folder, `sweep` only that of one sweep; `watch` follows first what runs there."""
     words, _ = split_words(verb, argv, {})
     if len(words) != 1:
         raise UserError(verb, f"needs {_MEANT}, got {' '.join(words) or 'nothing'}", f"python -m runner {verb} DIR")
@@ -121,7 +121,7 @@ def _show(verb: str, argv: Sequence[str], live: bool) -> int:
     if verb == "watch" and not view.rows:
         raise UserError("watch", f"there is no run in {folder}", _MEANT)
     # After the live view, the final state stays on the screen
-    if live and not view.done:
+    if verb == "watch" and not view.done:
         follow(folder, console)
         view = look(folder)
     for note in view.notes:

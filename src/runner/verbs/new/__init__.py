@@ -58,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _part(kind: str, name: str, flags: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """The files of a component by path, and the commands to try them with."""
-    package = _checked_package(flags.get("--package") or _package_here())
+    # The only package in this folder, or `my_package`
+    there = {path.parent.name for path in Path().glob("*/__init__.py")} - {"tests", "conf"}
+    package = _checked_package(flags.get("--package") or (there.pop() if len(there) == 1 else "my_package"))
     own_conf = Path("conf").is_dir() and Path("conf").resolve() != shipped().resolve()
     given = flags.get("--config-dir") or ("conf" if own_conf else "my_conf")
     path = Path(given)
@@ -144,9 +146,3 @@ def _checked_package(package: str) -> str:
     if package in ("tests", "conf") or package in sys.stdlib_module_names or (spec is not None and not here):
         raise UserError("new", f"it would hide another package '{package}'", "another name")
     return package
-
-
-def _package_here() -> str:
-    """The only package in this folder, or `my_package`."""
-    there = {path.parent.name for path in Path().glob("*/__init__.py")} - {"tests", "conf"}
-    return there.pop() if len(there) == 1 else "my_package"

@@ -99,12 +99,7 @@ class RowBuilder:
         return {"probabilities": self.classes, "logits": self.classes}
 
     def rows(self, outputs: Tensor, first_cells: Sequence[Row]) -> list[Row]:
-        """A row for each image.
-
-        Args:
-            outputs: of the model, float32 (B, C), on the CPU.
-            first_cells: the beginning of each row, such as the path of the image.
-        """
+        """A row for each image, of outputs of the model, float32 (B, C) on the CPU; `first_cells` begin it, such as its path."""
         numbers, made = outputs.tolist(), list[Row]()
         if not self.classes:
             made = [numbered("prediction", each) for each in numbers]

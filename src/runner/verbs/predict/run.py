@@ -67,11 +67,7 @@ class Source:
 
 
 def run(composition: Composition) -> float:
-    """Predict images.
-
-    Returns:
-        Images a second, for sweepers.
-    """
+    """Predict images; returns how many a second, for sweepers."""
     report, main = Report(composition.values["json"]), world().first
     resolved = resolve_checkpoint(composition, Predict, MODEL)
     config = resolved.config
