@@ -12,48 +12,17 @@ from check_photos import MEAN, STD
 from torch import Tensor, nn
 
 
-def _layer() -> nn.Module:
-    return nn.Linear(24, 24)
-
-
-def _zero_weights(net: Net) -> None:
-    net.hidden = _layer()
-    nn.init.zeros_(net.hidden.weight)
-    nn.init.constant_(net.hidden.bias, 0.1)
-    nn.init.constant_(net.head.weight, 0.05)
-
-
-def _registered(net: Net, features: Tensor) -> Tensor:
-    net.late = _layer()
-    return features + F.relu(net.late(features))
-
-
-PREPARED: dict[str, Callable[[Net], object]] = {  # faults of the layers and of their initial weights
-    "list": lambda net: setattr(net, "blocks", [_layer(), _layer()]),
-    "dict": lambda net: setattr(net, "blocks", {"first": _layer(), "second": {"inner": _layer()}}),
-    "plain tensor": lambda net: setattr(net, "scale", torch.ones(24, requires_grad=True)),
-    "tensors in a list": lambda net: setattr(net, "scales", [torch.ones(24, requires_grad=True) for _ in range(2)]),
-    "hidden in an object": lambda net: setattr(net, "kept", SimpleNamespace(layer=_layer())),
-    "constant weights": lambda net: nn.init.constant_(net.deep.weight, 0.05),
-    "zero weights": _zero_weights,
-}
-CHANGED: dict[str, Callable[[Net, Tensor], Tensor]] = {  # what they do with features (B, 24)
-    "list": lambda net, x: F.relu(net.blocks[1](F.relu(net.blocks[0](x)) + x)),
-    "dict": lambda net, x: x + F.relu(net.blocks["first"](x)) + net.blocks["second"]["inner"](x),
-    "plain tensor": lambda net, x: x * net.scale,
-    "tensors in a list": lambda net, x: x * net.scales[0] + net.scales[1],
-    "hidden in an object": lambda net, x: net.kept.layer(x),
-    "made in forward": lambda net, x: x + F.relu(_layer()(x)),
-    "registered in forward": _registered,
-    "zero weights": lambda net, x: F.relu(net.hidden(x)),
-}
-
-
 class Net(nn.Module):
     """Two convolutions with BatchNorm and a linear head, with one fault."""
 
     def __init__(
-        self, num_classes: int, fault: str = "", in_channels: int = 3, *, momentum: float = 0.1, dropout: float = 0.1
+        self,
+        num_classes: int,
+        fault: str = "",
+        in_channels: int = 3,
+        momentum: float = 0.1,
+        dropout: float = 0.1,
+        **unused: Any,
     ) -> None:
         super().__init__()
         self.fault = fault
@@ -64,13 +33,49 @@ class Net(nn.Module):
         self.head = nn.Linear(24, num_classes)
         nn.init.normal_(self.head.weight, std=0.05)
         nn.init.zeros_(self.head.bias)
-        PREPARED.get(fault, id)(self)
+        if fault == "list":
+            self.blocks = [nn.Linear(24, 24) for _ in range(2)]
+        elif fault == "dict":
+            self.blocks = {"first": nn.Linear(24, 24), "second": {"inner": nn.Linear(24, 24)}}
+        elif fault == "plain tensor":
+            self.scale = torch.ones(24, requires_grad=True)
+        elif fault == "tensors in a list":
+            self.scales = [torch.ones(24, requires_grad=True) for _ in range(2)]
+        elif fault == "hidden in an object":
+            self.kept = SimpleNamespace(layer=nn.Linear(24, 24))
+        elif fault == "constant weights":
+            nn.init.constant_(self.deep.weight, 0.05)
+        elif fault == "zero weights":
+            self.hidden = nn.Linear(24, 24)
+            nn.init.zeros_(self.hidden.weight)
+            nn.init.constant_(self.hidden.bias, 0.1)
+            nn.init.constant_(self.head.weight, 0.05)
+
+    def _changed(self, features: Tensor) -> Tensor:
+        """Features (B, 24) as the fault changes them."""
+        fault = self.fault
+        if fault == "list":
+            return F.relu(self.blocks[1](F.relu(self.blocks[0](features)) + features))
+        if fault == "dict":
+            return features + F.relu(self.blocks["first"](features)) + self.blocks["second"]["inner"](features)
+        if fault == "plain tensor":
+            return features * self.scale
+        if fault == "tensors in a list":
+            return features * self.scales[0] + self.scales[1]
+        if fault == "hidden in an object":
+            return self.kept.layer(features)
+        if fault == "made in forward":
+            return features + F.relu(nn.Linear(24, 24)(features))
+        if fault == "registered in forward":
+            self.late = nn.Linear(24, 24)
+            return features + F.relu(self.late(features))
+        if fault == "zero weights":
+            return F.relu(self.hidden(features))
+        return features
 
     def forward(self, images: Tensor) -> Tensor:
         features = F.relu(self.deep(F.relu(self.norm(self.conv(images))))).mean((2, 3))
-        if self.fault in CHANGED:
-            features = CHANGED[self.fault](self, features)
-        outputs = self.head(self.dropout(features))
+        outputs = self.head(self.dropout(self._changed(features)))
         return LAST[self.fault](outputs) if self.fault in LAST else outputs
 
 

@@ -74,7 +74,7 @@ def _left_after_steps(context: CheckContext, guess: float) -> float:
 def initial_loss(context: CheckContext) -> Result:
     """A first loss that is not that of a guess: ln C for C equally likely classes, the variance for regression."""
     if not context.supervised:
-        first = float(context.loss().detach())
+        first = float(context.training.steps(context.batch.data).detach())
         return graded(f"{first:.4g}", "find the operation with debug=anomaly", fail=not math.isfinite(first))
     need(context.found is None, "the weights come from a checkpoint")
     pretrained = context.config.init_from is not None or context.config.model.get("weights") is not None
