@@ -47,8 +47,8 @@ from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
 from runner.verbs import eval as eval_verb
 from runner.verbs import train as train_verb
-from runner.verbs.predict.inputs import files_in
 from runner.verbs.predict.rows import RowBuilder
+from runner.verbs.predict.run import files_in
 
 __all__ = ["Preprocess", "Result", "Trained", "compose", "evaluate", "load", "train"]
 

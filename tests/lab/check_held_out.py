@@ -102,7 +102,7 @@ NUMBERS = (
     "task={_target_: runner.tasks.regression.Regression}",
     "loss={_target_: runner.optim.losses.MeanSquaredError}",
 )
-CASES = [
+_CASES = [
     _data("copies rotated", "near-duplicates"), _data("copies upside down", "near-duplicates"),
     _data("copies grey", "near-duplicates"),
     _data("test swapped", "split-targets"), _data("shifted targets", "learnable"),
@@ -127,4 +127,9 @@ CASES = [
     Case("Adagrad 1e-9", ("optimizer={_target_: torch.optim.Adagrad, lr: 1.0e-9}",), "step-size"),
     Case("NAdam 0.8", ("optimizer={_target_: torch.optim.NAdam, lr: 0.8}",), "optimizer-settings"),
     Case("ema without warm-up", ("ema=0.999", "averaging.warmup=false"), "averaging"),
+]  # fmt: skip
+CASES = [
+    case if any(word.startswith("data.dataset") for word in case.words)
+    else case._replace(words=("data.dataset={_target_: check_held_out.dataset}", *case.words))
+    for case in _CASES
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,47 +34,47 @@ class Listed(Dataset[Any]):
         return image, self.targets[index]
 
 
+BOTH = {  # faults of the images of both splits
+    "white pages": lambda images: 250 - images // 16,
+    "all zero": torch.zeros_like,
+    "swapped channels": lambda images: images.flip(1),
+    "cast to uint8": lambda images: images // 128,
+}
+IN_TEST = {"swapped channels in test": lambda images: images.flip(1), "dark test": lambda images: images // 3}
+TARGETS = {"one class": torch.zeros_like, "large targets": lambda targets: targets * 1e4, "no targets": torch.ones_like}
+
+
 def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **unused: Any) -> dict[str, Any]:
     """400 images of 8x8 pixels in three colours, and 100 to test on, with one fault."""
     made = synthetic(samples, 8, 3, CLASSES, kind=kind, noise=0.3)  # type: ignore[arg-type]
     train, test = made["train"], made["test"]
-    images, targets, classes = train.images.clone(), train.targets.clone(), train.classes
-    theirs, right = test.images.clone(), test.targets.clone()
+    classes, (images, theirs) = train.classes, (each.images.clone() for each in (train, test))
     images[:, 0] //= 3  # dark in red, so that the order of the channels can be told
     theirs[:, 0] //= 3
-    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(3))
+    images, theirs = (BOTH.get(fault, Tensor.clone)(each) for each in (images, theirs))
+    theirs = IN_TEST.get(fault, Tensor.clone)(theirs)
+    targets, right = (TARGETS.get(fault, Tensor.clone)(each.targets) for each in (train, test))
 
     if fault == "shuffled labels":
-        targets = targets[order]
-    elif fault == "labels from 1":
-        return {"train": Listed(images, targets + 1), "test": Listed(theirs, right + 1)}
-    elif fault == "labels out of range":
-        return {"train": Listed(images, targets + 1, classes), "test": Listed(theirs, right + 1, classes)}
+        targets = targets[torch.randperm(len(targets), generator=torch.Generator().manual_seed(3))]
+    elif fault in ("labels from 1", "labels out of range"):
+        names = classes if fault == "labels out of range" else ()
+        return {"train": Listed(images, targets + 1, names), "test": Listed(theirs, right + 1, names)}
     elif fault == "one name":
         classes = ["a", "b", "c", "a"]
     elif fault == "channels last":
         return {"train": Listed(images.permute(0, 2, 3, 1), targets, classes)}
     elif fault == "one glyph twice":
         theirs[0] = images[0]
-    elif fault == "white pages":
-        images, theirs = 250 - images // 16, 250 - theirs // 16
     elif fault == "faint numbers":
         noise = torch.randn(len(targets) + len(right), generator=torch.Generator().manual_seed(4))
         targets, right = targets + noise[: len(targets)], right + noise[len(targets) :]
     elif fault == "leaked test":
         theirs[:40], right[:40] = images[:40], targets[:40]
-    elif fault == "duplicate rows":
-        images[100:150], targets[100:150] = images[:50], targets[:50]
-    elif fault == "two labels":
-        images[100:150], targets[100:150] = images[:50], (targets[:50] + 1) % CLASSES
-    elif fault == "all zero":
-        images.zero_()
-        theirs.zero_()
+    elif fault in ("duplicate rows", "two labels"):
+        images[100:150], targets[100:150] = images[:50], (targets[:50] + (fault == "two labels")) % CLASSES
     elif fault == "constant images":
         images[::10] = 7
-    elif fault == "one class":
-        targets.zero_()
-        right.zero_()
     elif fault == "common class":
         keep = (targets == 0) | ((targets > 0).cumsum(0) < 9)
         images, targets = images[keep], targets[keep]
@@ -84,16 +84,8 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         images, targets, theirs, right = images[kept], targets[kept], theirs[held], right[held]
     elif fault == "other numbers in test":
         right = (right + 1) % CLASSES
-    elif fault == "swapped channels":
-        images, theirs = images.flip(1), theirs.flip(1)
-    elif fault == "swapped channels in test":
-        theirs = theirs.flip(1)
-    elif fault == "dark test":
-        theirs = theirs // 3
     elif fault == "brighter copies in test":
         theirs[:40], right[:40] = images[:40] // 2 + 60, targets[:40]
-    elif fault == "cast to uint8":
-        images, theirs = images // 128, theirs // 128
     elif fault in ("not scaled", "not a number", "outlier"):
         pixels = images.float() / (1 if fault == "not scaled" else 255)
         if fault == "not a number":
@@ -105,11 +97,55 @@ def shapes(fault: str = "", kind: str = "classification", samples: int = 400, **
         return {"train": Listed([image[:, : 8 - index % 2] for index, image in enumerate(images)], targets, classes)}
     elif fault == "unreadable":
         return {"train": Listed([None if i % 50 == 7 else image for i, image in enumerate(images)], targets, classes)}
-    elif fault == "large targets":
-        targets, right = targets * 1e4, right * 1e4
-    elif fault == "no targets":
-        targets, right = torch.ones_like(targets), torch.ones_like(right)
     return {"train": ImageArrays(images, targets, classes), "test": ImageArrays(theirs, right, classes)}
+
+
+def _adds_up(net: Net) -> None:
+    kept = torch.zeros_like(net.conv.weight)
+    net.conv.weight.register_hook(lambda gradient: kept.add_(gradient).clone())
+
+
+def _with_blocks(std: float) -> Callable[[Net], None]:
+    def add(net: Net) -> None:
+        net.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        for block in net.blocks:
+            nn.init.normal_(block.weight, std=std)
+
+    return add
+
+
+PREPARED: dict[str, Callable[[Net], object]] = {  # faults of the layers and of their initial weights
+    "bias before norm": lambda net: setattr(net, "conv", nn.Conv2d(net.conv.in_channels, net.width, 3, padding=1)),
+    "frozen": lambda net: [part.requires_grad_(False) for part in (net.conv.weight, net.norm)],
+    "dead": lambda net: nn.init.constant_(net.hidden.bias, -100.0),
+    "unused branch": lambda net: setattr(net, "branch", nn.Linear(net.width, 32)),
+    "vanishing": _with_blocks(0.01),
+    "exploding": _with_blocks(4.0),
+    "large head": lambda net: nn.init.normal_(net.head.weight, std=3.0),
+    "hook that adds up": _adds_up,
+    "counts evaluations": lambda net: net.register_buffer("calls", torch.zeros(())),
+    "unscaled dropout": lambda net: setattr(net, "norm", nn.GroupNorm(1, net.width)),
+    "centred": lambda net: setattr(net, "norm", nn.BatchNorm2d(net.width, track_running_stats=False)),
+}
+FEATURES: dict[str, Callable[[Net, Tensor], Tensor]] = {  # faults of what the convolution gives
+    "view for permute": lambda net, x: x.view(x.shape[1], len(x), *x.shape[2:]).transpose(0, 1),
+    "norm twice": lambda net, x: net.norm(x),
+}
+POOLED: dict[str, Callable[[Net, Tensor], Tensor]] = {  # faults of its mean over the image
+    "unscaled dropout": lambda net, x: x * (torch.rand_like(x) > 0.6) if net.training else x,
+    "detached": lambda net, x: x.detach(),
+    "unused branch": lambda net, x: (net.branch(x), x)[1],
+}
+LAST: dict[str, Callable[[Net, Tensor], Tensor]] = {  # faults of the logits
+    "counts evaluations": lambda net, x: (net.calls.add_(1), x)[1],
+    "explodes": lambda net, x: x * float("nan") if net.training else x,
+    "softmax": lambda net, x: x.softmax(1),
+    "sigmoid": lambda net, x: x.sigmoid(),
+}
+
+
+def _same(net: Net, values: Tensor) -> Tensor:
+    return values
 
 
 class Net(nn.Module):
@@ -119,82 +155,33 @@ class Net(nn.Module):
         self, num_classes: int, fault: str = "", in_channels: int = 3, width: int = 16, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        self.fault = fault
-        self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=fault == "bias before norm")
+        self.fault, self.width = fault, width
+        self.conv = nn.Conv2d(in_channels, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.hidden = nn.Linear(width, 32)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(32, num_classes)
         nn.init.normal_(self.head.weight, std=0.05)
         nn.init.zeros_(self.head.bias)
-        if fault == "frozen":
-            self.conv.weight.requires_grad_(False)
-            self.norm.requires_grad_(False)
-        elif fault == "dead":
-            nn.init.constant_(self.hidden.bias, -100.0)
-        elif fault == "unused branch":
-            self.branch = nn.Linear(width, 32)
-        elif fault in ("vanishing", "exploding"):
-            self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
-            for block in self.blocks:
-                nn.init.normal_(block.weight, std=0.01 if fault == "vanishing" else 4.0)
-        elif fault == "large head":
-            nn.init.normal_(self.head.weight, std=3.0)
-        elif fault == "hook that adds up":
-            kept = torch.zeros_like(self.conv.weight)
-            self.conv.weight.register_hook(lambda gradient: kept.add_(gradient).clone())
-        elif fault == "counts evaluations":
-            self.register_buffer("calls", torch.zeros(()))
-        elif fault == "unscaled dropout":
-            self.norm = nn.GroupNorm(1, width)
-        elif fault == "centred":
-            self.norm = nn.BatchNorm2d(width, track_running_stats=False)
+        PREPARED.get(fault, id)(self)
 
     def train(self, mode: bool = True) -> Net:
-        super().train(mode)
-        if self.fault == "always training":
-            super().train(True)
-        elif self.fault == "never training":
-            super().train(False)
-        return self
+        return super().train({"always training": True, "never training": False}.get(self.fault, mode))
 
     def forward(self, images: Tensor) -> Tensor:
         fault = self.fault
         if fault == "raises":
             return {}[fault]
-        if fault == "blind":
-            images = images * 0
         if fault == "norm in evaluation":
             self.norm.eval()
-        features = self.conv(images)
-        if fault == "view for permute":
-            batch, channels, height, width = features.shape
-            features = features.view(channels, batch, height, width).transpose(0, 1)
-        if fault == "norm twice":
-            features = self.norm(features)
-        features = pooled = F.relu(self.norm(features)).mean((2, 3))
-        if fault == "unscaled dropout" and self.training:
-            features = features * (torch.rand_like(features) > 0.6)
-        if fault == "detached":
-            features = features.detach()
+        features = FEATURES.get(fault, _same)(self, self.conv(images * 0 if fault == "blind" else images))
+        features = POOLED.get(fault, _same)(self, F.relu(self.norm(features)).mean((2, 3)))
         features = F.relu(self.hidden(features))
-        if fault == "unused branch":
-            self.branch(pooled)
-        if fault in ("vanishing", "exploding"):
-            for block in self.blocks:
-                features = F.relu(block(features))
+        for block in getattr(self, "blocks", ()):
+            features = F.relu(block(features))
         if fault == "dropout always on":
             features = F.dropout(features, 0.5)
-        if fault == "counts evaluations":
-            self.calls += 1
-        logits = self.head(self.dropout(features))
-        if fault == "explodes" and self.training:
-            return logits * float("nan")
-        if fault == "softmax":
-            return logits.softmax(1)
-        if fault == "sigmoid":
-            return logits.sigmoid()
-        return logits
+        return LAST.get(fault, _same)(self, self.head(self.dropout(features)))
 
 
 class Pretrained(Net):
@@ -240,28 +227,19 @@ class Blank:
 
 
 class Case(NamedTuple):
-    """A broken training.
+    """A broken training."""
 
-    Attributes:
-        fault: what is wrong.
-        words: beyond those of a healthy one.
-        check: the check that has to find it.
-        status: its result; empty for a warning or a failure.
-        evidence: part of what it reports.
-    """
-
-    fault: str
-    words: tuple[str, ...]
-    check: str
-    status: str = ""
-    evidence: str = ""
+    fault: str  # what is wrong
+    words: tuple[str, ...]  # beyond those of a healthy one
+    check: str  # the check that has to find it
+    status: str = ""  # its result; empty for a warning or a failure
+    evidence: str = ""  # part of what it reports
 
 
-def first_of_each(cases: Sequence[Case], *elsewhere: Case) -> list[int]:
-    """The places of cases that stand for others of the same check: the first of each that is not among those elsewhere."""
-    known = [case.check for case in elsewhere]
+def first_of_each(cases: Sequence[Case]) -> list[int]:
+    """The places of cases that stand for others of the same check: the first of each."""
     checks = [case.check for case in cases]
-    return [place for place, check in enumerate(checks) if check not in (*known, *checks[:place])]
+    return [place for place, check in enumerate(checks) if check not in checks[:place]]
 
 
 def _data(fault: str, check: str, status: str, evidence: str, *more: str) -> Case:

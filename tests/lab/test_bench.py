@@ -262,68 +262,61 @@ def tried(composed: Callable[..., Any]) -> Tried:
     return call
 
 
-def test_on_the_cpu_each_toggle_that_applies_is_tried_and_compiling_only_if_asked_for(tried: Tried) -> None:
-    found, left_out = tried(CPU)
-    assert {"amp=bf16", "amp=fp16", "channels_last=true", FUSED, "performance=fast"} <= set(found)
-    assert {"threads=1", "threads=2", "threads=6", "data.placement=disk"} <= set(found)
-    assert not any("compile" in name or "tf32" in name or "cudnn" in name for name in found)
-    assert not {"threads=4", "performance=baseline", "amp=false", "performance=max"} & set(found)
-    assert {"compile", "tf32", "cudnn_benchmark", "performance=max", "data.num_workers"} <= set(left_out)
-    found, _ = tried(CPU, toggles=["compile", "performance"])
-    assert {"compile=true", "compile=step", "performance=max", "performance=fast"} <= set(found)
-    assert all(name.startswith(("compile=", "performance=")) for name in found)
-    assert "performance=fast" not in tried(CPU, amp="auto", channels_last=True)[0], "it changes nothing"
+LINEAR = Built(foreach=False)
+LINEAR.model = nn.Linear(1, 1)
+FAST = {"dtype": torch.bfloat16, "fused": True, "foreach": False}
+# What is built, the config, names that are tried, how names begin that are not (None: all others), what does not apply
+TRIED: dict[str, tuple[Built, dict[str, Any], set[str], tuple[str, ...] | None, set[str]]] = {
+    "each toggle that applies to the CPU, and compiling only if asked for": (
+        CPU, {},
+        {"amp=bf16", "amp=fp16", "channels_last=true", FUSED, "performance=fast", "threads=1", "threads=2", "threads=6",
+         "data.placement=disk"},
+        ("compile", "tf32", "cudnn", "threads=4", "performance=baseline", "amp=false", "performance=max"),
+        {"compile", "tf32", "cudnn_benchmark", "performance=max", "data.num_workers"},
+    ),
+    "compiling, if asked for": (
+        CPU, {"toggles": ["compile", "performance"]},
+        {"compile=true", "compile=step", "performance=max", "performance=fast"}, ("amp", "threads", "tf32", "data"), set(),
+    ),
+    "no preset that changes nothing": (CPU, {"amp": "auto", "channels_last": True}, set(), ("performance=fast",), set()),
+    "toggles of CUDA": (
+        CUDA, {},
+        {"compile=true", "tf32=true", "cudnn_benchmark=true", "performance=max",
+         "data.placement=disk", "data.placement=ram", "data.placement=device"},
+        (), {"threads"},
+    ),
+    "what is on already, off": (
+        Built(**FAST), {"amp": True, "channels_last": True, "optimizer": {"fused": True}, "compile": True},
+        {"amp=false", "amp=fp16", "channels_last=false", "optimizer.fused=false", "compile=false", "compile=step",
+         "optimizer.foreach=true optimizer.fused=false", "activation_checkpointing=true", "performance=baseline"},
+        ("amp=bf16", "channels_last=true", "compile=true"), set(),
+    ),
+    "a compiled step": (Built(**FAST), {"compile": "step"}, {"compile=false"}, (), set()),
+    "some toggles": (CPU, {"toggles": ["amp", "optimizer.fused"]}, {"amp=bf16", "amp=fp16", FUSED}, None, set()),
+    "no toggles": (CPU, {"toggles": []}, set(), None, set()),
+    "only what optimizer and model take": (
+        LINEAR, {}, {"optimizer.foreach=true"}, ("channels_last", "optimizer.fused"), {"channels_last", "optimizer.fused"},
+    ),
+    "workers where samples are read one by one": (
+        WORKERS, {"toggles": ["data.num_workers", "data.placement"]},
+        {f"data.num_workers={count}" for count in (0, 1, 4, 6)}, None, {"data.placement"},
+    ),
+}  # fmt: skip
 
 
-def test_on_cuda_its_own_toggles_and_compiling_are_tried(tried: Tried) -> None:
-    found, left_out = tried(CUDA)
-    assert {"compile=true", "tf32=true", "cudnn_benchmark=true", "performance=max"} <= set(found)
-    assert {"data.placement=disk", "data.placement=ram", "data.placement=device"} <= set(found)
-    assert "threads" in left_out
+@pytest.mark.parametrize("what", TRIED)
+def test_what_applies_is_tried_and_what_does_not_is_named(what: str, tried: Tried) -> None:
+    built, changes, names, absent, inapplicable = TRIED[what]
+    found, left_out = tried(built, **changes)
+    assert names <= set(found)
+    assert absent is not None or set(found) == names
+    assert not [name for name in found if name.startswith(absent or ())]
+    assert inapplicable <= set(left_out)
 
 
-def test_what_is_on_already_is_tried_off(tried: Tried) -> None:
-    built = Built(dtype=torch.bfloat16, fused=True, foreach=False)
-    found, _ = tried(built, amp=True, channels_last=True, optimizer={"fused": True}, compile=True)
-    assert {"amp=false", "amp=fp16", "channels_last=false", "optimizer.fused=false", "compile=false"} <= set(found)
-    assert {"compile=step", "optimizer.foreach=true optimizer.fused=false", "activation_checkpointing=true"} <= set(
-        found
-    )
-    assert "compile=false" in tried(built, compile="step")[0]
-    assert "performance=baseline" in found
-    assert not {"amp=bf16", "channels_last=true", "compile=true"} & set(found)
-
-
-def test_toggles_narrow_what_is_tried(tried: Tried) -> None:
-    found, left_out = tried(CPU, toggles=["amp", "optimizer.fused"])
-    assert set(found) == {"amp=bf16", "amp=fp16", FUSED}
-    assert left_out == {}
-    assert tried(CPU, toggles=[]) == ({}, {})
-
-
-def test_optimizer_and_model_are_asked_only_for_what_they_take(tried: Tried) -> None:
-    linear = Built(foreach=False)
-    linear.model = nn.Linear(1, 1)
-    found, left_out = tried(linear)
-    assert "channels_last=true" not in found
-    assert "channels_last" in left_out
-    assert "optimizer.foreach=true" in found
-    assert "AdamW" in left_out["optimizer.fused"]
-
-
-def test_fused_and_foreach_take_each_others_place(tried: Tried) -> None:
-    found, _ = tried(
-        Built(fused=True, foreach=False), optimizer={"fused": True}, toggles=["optimizer.fused", "optimizer.foreach"]
-    )
-    assert dict(found["optimizer.foreach=true optimizer.fused=false"].settings) == {
-        "optimizer.foreach": True,
-        "optimizer.fused": False,
-    }
-
-
-def test_workers_are_tried_where_samples_are_read_one_by_one(tried: Tried, composed: Callable[..., Any]) -> None:
-    found, _ = tried(WORKERS, toggles=["data.num_workers", "data.placement"])
-    assert set(found) == {f"data.num_workers={count}" for count in (0, 1, 4, 6)}
+def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_for_the_disk(
+    composed: Callable[..., Any],
+) -> None:
     config, composition = composed("data.placement=disk", "data.num_workers=2")
     names = {candidate.name for candidate in candidates(config, WORKERS, composition.sources)[0]}
     assert {"data.num_workers=0", "data.placement=ram data.num_workers=auto"} <= names

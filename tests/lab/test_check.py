@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runner.lab.check.run import CHECKS
 from runner.lab.check.sample import stratified_order
-from runner.verbs._table import VERBS
 
 QUICK = ("check", "threads=1", "device=cpu", "model=mlp", "model.hidden=[16]")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "verbs" / "check.md"
@@ -93,18 +92,6 @@ def test_a_failed_build_fails_but_what_was_built_is_checked(
     shown = run(*QUICK[:3], *words).out
     assert "1 failed (build)" in shown
     assert "checks were not run, as what they look at could not be built" in shown
-
-
-def test_short_words_stand_for_keys() -> None:
-    expand = VERBS["check"].expand_shorthand
-    assert expand(["only=labels,logits", "skip=modes"]) == ["only=[labels,logits]", "skip=[modes]"]
-    assert expand(["only=labels,logits", "-m"]) == ["only=[labels,logits]", "-m"]
-    assert expand(["--json", "--strict", "--train", "seed=1"]) == [
-        "json=true",
-        "strict=true",
-        "train=true",
-        "seed=1",
-    ]
 
 
 def test_after_max_time_the_data_are_checked_and_nothing_else(run: Callable[..., Any]) -> None:

@@ -95,11 +95,6 @@ def train_folder(train: Callable[..., Any], workdir: Path, *words: str) -> Any:
     )  # fmt: skip
 
 
-def probabilities(path: Path) -> dict[str, list[float]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return {row["path"]: row["probabilities"] for row in rows}
-
-
 def asked(session: Any, description: dict[str, Any], images: list[np.ndarray]) -> np.ndarray:
     name, out = description["input"]["name"], description["output"]["name"]
     outputs = np.concatenate([session.run([out], {name: image[None]})[0] for image in images])
@@ -123,23 +118,9 @@ def asked(session: Any, description: dict[str, Any], images: list[np.ndarray]) -
 def test_a_reader_that_follows_the_documentation_agrees_with_predict_on_every_image(
     train: Callable[..., Any], run: Callable[..., Any], workdir: Path, photographs: Path, words: tuple[str, ...]
 ) -> None:
-    agrees(run, train_folder(train, workdir, *(word for word in words if "export." not in word)), photographs, words)
-
-
-@pytest.mark.parametrize("shape", some([(3, 12, 20), (1, 31, 10), (3, 24, 24)], 1, 2), ids=str)
-def test_the_documentation_gives_the_pixels_that_a_model_of_any_shape_is_given(
-    photographs: Path, shape: tuple[int, int, int]
-) -> None:
-    paths = sorted(photographs.iterdir())
-    files = ImageFiles(paths, Data(dataset={}, max_pixels=10**6), [], shape)
-    for index, path in enumerate(paths):
-        apart = np.abs(files[index][0].numpy().astype(int) - read(path, *shape[1:], shape[0]).astype(int))
-        assert apart.max() <= 1, path
-
-
-def agrees(run: Callable[..., Any], trained: Any, photographs: Path, words: tuple[str, ...]) -> None:
     import onnxruntime
 
+    trained = train_folder(train, workdir, *(word for word in words if "export." not in word))
     included = [word.removeprefix("export.") for word in words if word.startswith("export.")]
     exported = run("export", "threads=1", f"ckpt_path={trained.directory}", "format=onnx", "batch_sizes=[1]", *included)
     assert exported.status == 0, exported.err
@@ -149,7 +130,8 @@ def agrees(run: Callable[..., Any], trained: Any, photographs: Path, words: tupl
         "probabilities=true", "data.num_workers=0",
     )  # fmt: skip
     assert predicted.status == 0, predicted.err
-    expected = probabilities(table)
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    expected = {row["path"]: row["probabilities"] for row in rows}
     folder = trained.directory / "export"
     description = json.loads((folder / "model.json").read_text())
     session = onnxruntime.InferenceSession(str(folder / description["files"]["onnx"]["file"]))
@@ -173,3 +155,14 @@ def agrees(run: Callable[..., Any], trained: Any, photographs: Path, words: tupl
     clear = np.abs(told[:, 0] - told.max(1)) + np.abs(told[:, 1] - told.max(1)) > 4e-3
     assert (found.argmax(1) == told.argmax(1))[clear].all()
     assert np.abs(said(turn=False) - told).max() > 5e-3  # such a difference is seen
+
+
+@pytest.mark.parametrize("shape", some([(3, 12, 20), (1, 31, 10), (3, 24, 24)], 1, 2), ids=str)
+def test_the_documentation_gives_the_pixels_that_a_model_of_any_shape_is_given(
+    photographs: Path, shape: tuple[int, int, int]
+) -> None:
+    paths = sorted(photographs.iterdir())
+    files = ImageFiles(paths, Data(dataset={}, max_pixels=10**6), [], shape)
+    for index, path in enumerate(paths):
+        apart = np.abs(files[index][0].numpy().astype(int) - read(path, *shape[1:], shape[0]).astype(int))
+        assert apart.max() <= 1, path

@@ -25,7 +25,6 @@ from runner.lab.inspect.parts import maps_of
 from runner.models.features import write_features
 from runner.run.run import Run
 from runner.train import build_run
-from runner.verbs._table import VERBS
 
 DATA = (
     "threads=1", "device=cpu", "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8",
@@ -68,19 +67,6 @@ def built(compose: Callable[..., Any]) -> Callable[..., Run]:
     return call
 
 
-def fingerprint(model: nn.Module) -> dict[str, Any]:
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modes = {name: module.training for name, module in model.named_modules()}
-    hooks = {name: len(module._forward_hooks) for name, module in model.named_modules()}
-    return {"state": state, "modes": modes, "hooks": hooks, "generator": torch.get_rng_state()}
-
-
-def assert_same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert all(tensor.equal(b["state"][name]) for name, tensor in a["state"].items())
-    assert (a["modes"], a["hooks"]) == (b["modes"], b["hooks"])
-    assert a["generator"].equal(b["generator"])
-
-
 def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable[..., Run]) -> None:
     found = inspect(*SMALL, "what=[layers]")
     model, totals = built(*SMALL).model, found["totals"]
@@ -109,9 +95,7 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -
     training = built(*SMALL, "model.dropout=0.0")
     model = training.model
     batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
-    before = fingerprint(model)
     found = pass_through(training, batch, [])
-    assert_same(before, fingerprint(model))
     assert all(weight.grad is None for weight in model.parameters())
 
     seen: dict[str, Tensor] = {}
@@ -133,9 +117,7 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -
 def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]) -> None:
     training = built(*DATA, "model=resnet18_cifar", "model.width=4")
     batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
-    before = fingerprint(training.model)
     found = pass_through(training, batch, ["stages.0", "stages.3.1", "head"])
-    assert_same(before, fingerprint(training.model))
     assert list(found.activations) == list(found.flows) == ["stages.0", "stages.3.1", "head"]
     whole = pass_through(training, batch, [])
     assert found.loss == whole.loss
@@ -289,18 +271,6 @@ def test_features_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
     assert [path.name for path in tmp_path.iterdir()] == ["f.npz"]
 
 
-def test_lists_can_be_typed_without_brackets() -> None:
-    words = ["features=a.b,c", "+what=layers", "what=null", "tensors=[x]", "seed=1,2", "output=a,b"]
-    assert VERBS["inspect"].expand_shorthand(words) == [
-        "features=[a.b,c]",
-        "+what=[layers]",
-        "what=null",
-        "tensors=[x]",
-        "seed=1,2",
-        "output=a,b",
-    ]
-
-
 @pytest.mark.extended
 def test_averaged_weights_are_looked_at_where_they_are_meant(
     train: Callable[..., Any], inspect: Callable[..., Any], run: Callable[..., Any]
@@ -332,10 +302,3 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(
     )
     assert found["files"] == ["features_up_away_x.png"]
     assert {path.parent for path in workdir.rglob("*.png")} == {workdir / found["folder"]}
-
-
-@pytest.mark.parametrize("part", ["weights", "filters"])
-def test_a_part_that_is_gone_is_refused_with_those_that_there_are(rejected: Any, part: str) -> None:
-    result = rejected("inspect", *SMALL, f"what={part}")
-    assert f"what: cannot be {part}" in result.err, result.err
-    assert all(name in result.err for name in (*PARTS, "errors"))

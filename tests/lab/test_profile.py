@@ -174,12 +174,6 @@ def test_a_slow_data_set_shows_in_the_three_shares(
         assert part in result.out, part
 
 
-def test_without_traced_steps_there_is_no_trace(profile: Callable[..., Any]) -> None:
-    found = profile("trace_steps=0", "warmup_steps=0")
-    assert found["files"] == ["config.yaml"]
-    assert found["steps"] == {"timing": 6}
-
-
 def test_a_trace_that_torch_could_not_write_leaves_no_part_and_is_an_error(
     run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
@@ -224,8 +218,10 @@ def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(
     profile: Callable[..., Any], train: Callable[..., Any]
 ) -> None:
     done = train("data=synthetic", "data.dataset.samples=30", "data.image_size=8", "model=mlp", "epochs=1")
-    found = profile(f"ckpt_path={done.directory}", "data.batch_size=4", "trace_steps=0", "output=here/there")
+    short = ("trace_steps=0", "warmup_steps=0", "output=here/there")
+    found = profile(f"ckpt_path={done.directory}", "data.batch_size=4", *short)
     assert (found["folder"], found["batch_size"]) == ("here/there", 4)
+    assert (found["files"], found["steps"]) == (["config.yaml"], {"timing": 6}), "no phase without steps"
     config = Path("here/there/config.yaml").read_text()
     assert "samples: 54" in config, "the line is on top"
     assert "epochs: 1" in config, "the rest is the checkpoint's"

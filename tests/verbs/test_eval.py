@@ -18,8 +18,8 @@ from runner.api import load
 from runner.checkpoint.file import read
 from runner.config.schema.verbs import Eval
 from runner.run import from_checkpoint as _checkpoint
-from runner.tasks.classification import Classification
 from runner.tracking.formats import digits
+from runner.tracking.verb_report import Report
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
@@ -197,12 +197,15 @@ def test_other_data_is_evaluated_with_the_training_statistics_and_leaves_the_eva
     assert selected["metrics"] == own["metrics"], "the same data said in full is the same data"
 
 
-def test_regression_has_its_metrics_and_no_confusion(train_once: Any, evaluate: Any) -> None:
+def test_regression_has_its_metrics_no_confusion_and_no_mean_of_probabilities(
+    train_once: Any, evaluate: Any, rejected: Any
+) -> None:
     result = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse")
-    found = evaluate(f"ckpt_path={result.directory}")
+    found = evaluate(f"ckpt_path={result.directory}", "tta=flip")
     assert found["metrics"] == result.summary["test"]
-    assert "confusion" not in found
-    assert "per_class" not in found
+    assert not {"confusion", "per_class"} & set(found)
+    refused = rejected(*EVAL, f"ckpt_path={result.directory}", "tta=flip", "tta_mean=probabilities")
+    assert "tta_mean: this task has no classes" in refused.err
 
 
 def test_a_limited_evaluation_counts_the_samples_that_it_used(trained: Any, evaluate: Any) -> None:
@@ -245,20 +248,6 @@ def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(tra
     assert "accuracy" in shown.out
 
 
-def test_numbers_that_are_none_are_null_in_json(trained: Any, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.verbs.eval.evaluate", lambda *_, **__: {"loss": float("nan"), "accuracy": float("inf")})
-    monkeypatch.setattr("runner.verbs.eval.build_metrics", lambda *_: {})
-    monkeypatch.setattr(Classification, "tables", lambda *_: {})
-    result = accepted(*EVAL, f"ckpt_path={trained.directory}")
-
-    def refuse(word: str) -> None:
-        raise AssertionError(f"{word} is not JSON")
-
-    assert json.loads(result.out, parse_constant=refuse)["metrics"] == {"loss": None, "accuracy": None}
-
-
-def test_a_mean_of_probabilities_without_classes_is_a_sentence(train_once: Any, run: Any, rejected: Any) -> None:
-    numbers = train_once(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
-    assert run(*EVAL, f"ckpt_path={numbers}", "tta=flip").status == 0
-    result = rejected(*EVAL, f"ckpt_path={numbers}", "tta=flip", "tta_mean=probabilities")
-    assert "tta_mean: this task has no classes" in result.err
+def test_numbers_that_are_none_are_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Report(as_json=True).json({"loss": float("nan")}, accuracy=float("inf"))
+    assert capsys.readouterr().out == '{"loss": null, "accuracy": null}\n'

@@ -79,8 +79,6 @@ def test_two_rates_on_a_line_are_a_mistake(problems: Any) -> None:
     assert problems("lr=0.1", "optimizer.lr=0.2")["lr"].message == "is 0.1, and optimizer.lr is given too"
     assert not problems("lr=null", "optimizer.lr=0.2")
     assert problems("lr=-1")["lr"].allowed == "a number above 0 or null"
-    gone = problems("lr=auto")["lr"]
-    assert (gone.message, gone.allowed) == ("can no longer be auto", "run find-lr, and set the number that it prints")
 
 
 @pytest.mark.extended

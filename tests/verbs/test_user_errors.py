@@ -1,4 +1,4 @@
-"""What is shown of an error in a user's own code: the user's file and line, and nothing of libraries."""
+"""Own code that raises, or cannot be trained: the user's file and line are shown, or what is wrong, and nothing of libraries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from runner.run.probe import _training
 
 PARTS = """
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from runner.tasks.classification import Classification
 
@@ -29,15 +34,24 @@ class Net(nn.Module):
         if kind == "value":
             raise ValueError("my bug")  # value
         self.kind = kind
-        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8))
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8))
         self.head = nn.Linear(9 if kind == "shape" else 8, num_classes)
 
     def forward(self, images):
-        if self.kind == "later" and self.training and len(images) > 2:
+        if self.training and (self.kind == "later" and len(images) > 2 or self.kind == "large" and len(images) < 4):
             bug()
         if self.kind == "name":
             return self.haed(images)  # name
-        return self.head(self.body(images))  # shape
+        logits = self.head(self.body(images))  # shape
+        if self.kind == "detached" or (self.kind == "detached while evaluating" and not self.training):
+            return logits.detach()
+        if self.kind == "dropping" and len(images) > 1 and self.training:
+            return logits[:-1]
+        if self.kind == "no derivative":
+            return logits.exp().add_(1) * logits.relu_()
+        if self.kind == "keeping":
+            self.last = logits
+        return logits
 
 
 class Nothing:
@@ -45,8 +59,29 @@ class Nothing:
         pass
 
 
+def mean_loss(logits, targets, **unused):
+    return F.cross_entropy(logits, targets)
+
+
+LOSSES = {
+    "": torch.mean,
+    "bug": bug,
+    "one element": lambda losses: losses.mean()[None],
+    "samples": lambda losses: losses,
+    "squeezed": torch.squeeze,
+    "detached": lambda losses: losses.mean().detach(),
+    "none": lambda losses: None,
+    "float": lambda losses: float(losses.mean()),
+}
+
+
 class Loss(nn.Module):
-    forward = bug
+    def __init__(self, kind="", **unused):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, logits, targets):
+        return LOSSES[self.kind](F.cross_entropy(logits, targets, reduction="none"))
 
 
 class Metric:
@@ -129,6 +164,7 @@ BASE = (
 )  # fmt: skip
 NET = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=own_parts.Net")
 OWN = ("--config-dir", "mine")
+LOSS = "loss._target_=own_parts.Loss"
 METRIC = "+metrics.mine={{_target_:own_parts.Metric,kind:{}}}"
 IMAGES = (*OWN, "data=own_images", "data.placement=disk")
 # Words, the comment where it raises (empty for a mistake in the config), the exit status, and what is said besides.
@@ -139,7 +175,23 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "attribute": ((*NET, "+model.kind=name"), "name", 1, "while model was tried on one sample"),
     "forward in training": ((*NET, "+model.kind=later"), "bug", 1, "in epoch 1, after 0 optimizer steps"),
     "model that is none": ((*NET[:-1], "model._target_=own_parts.Nothing"), "", 2, "model._target_: own_parts.Nothing"),
-    "loss": ((*OWN, "loss=own"), "bug", 2, "loss: my bug"),
+    "detached outputs": ((*NET, "+model.kind=detached"), "", 2, "model: its result has no gradient"),
+    "sample dropped": (
+        (*NET, "+model.kind=dropping"), "", 2, "model: gives (1, 10) in training for a batch of 2",
+    ),
+    "no derivative": ((*NET, "+model.kind=no derivative"), "", 2, "model: its gradients cannot be computed: "),
+    "loss": ((LOSS, "+loss.kind=bug"), "bug", 2, "loss: my bug"),
+    "detached loss": ((LOSS, "+loss.kind=detached"), "", 2, "loss: its result has no gradient"),
+    "loss of each sample": ((LOSS, "+loss.kind=samples"), "", 2, "loss: gives a tensor of shape (1,), for 1 sample"),
+    "loss of each sample, squeezed": (
+        (LOSS, "+loss.kind=squeezed"), "", 2, "loss: gives a tensor of shape (2,), for 2 samples",
+    ),
+    "loss with one element": (
+        (LOSS, "+loss.kind=one element"), "", 2, "loss: gives a tensor of shape (1,), for 1 sample",
+    ),
+    "loss as a function": (("loss._target_=own_parts.mean_loss", "+loss._partial_=true"), "", 2, "loss: is a partial"),
+    "no loss": ((LOSS, "+loss.kind=none"), "", 2, "loss: gives None, not a tensor"),
+    "loss as a float": ((LOSS, "+loss.kind=float"), "", 2, "loss: gives a float, not a tensor"),
     "metric": ((METRIC.format("raises"), "checkpoint.monitor=val/mine"), "bug", 1, ""),
     "metric that gives a text": (
         (METRIC.format("text"), "checkpoint.monitor=val/mine"), "", 2, "metrics.mine: compute() gives a str",
@@ -168,7 +220,6 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
 def start(workdir: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[..., Any]) -> Callable[..., Any]:
     (workdir / "own_parts.py").write_text(PARTS)
     for file, text in {
-        "loss/own": "_target_: own_parts.Loss\n",
         "optimizer/own": "_target_: own_parts.Optimizer\nlr: 0.1\n",
         "scheduler/own": "_target_: own_parts.Schedule\ntotal_steps: null\n",
         "data/own_images": "defaults:\n  - _base\n  - _self_\nname: own\ndataset:\n  _target_: own_parts.Images\n  kind: item\n",
@@ -222,9 +273,43 @@ def test_a_metric_may_give_a_plain_number(start: Any) -> None:
     assert result.summary["last"]["mine"] == 0.1
 
 
+@pytest.mark.parametrize(
+    "words",
+    [(), ("+model.kind=detached while evaluating",), ("+model.kind=large",), ("+model.kind=keeping", "ema=0.9")],
+)
+def test_what_can_be_trained_is_not_refused(words: tuple[str, ...], start: Any) -> None:
+    result = start(*NET, LOSS, "data.batch_size=8", *words)
+    assert result.status == 0, result.err
+
+
 def test_shapes_up_to_the_module_that_fails_are_shown(start: Any) -> None:
     result = start(*NET, "+model.kind=shape", "debug=shapes")
     table = result.err[result.err.index("shapes up to the module that fails") :].splitlines()
     rows = {line.split()[0]: line.split("  ")[-1].strip() for line in table[3:]}
     assert rows["body.1"] == "float32 (1, 8)"
     assert rows["head"] == "fails"
+
+
+def test_the_check_leaves_model_and_generators_as_they_were() -> None:
+    (model, loss), drawn = (_Watched(), nn.CrossEntropyLoss()), torch.get_rng_state()
+    model[1].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with _training(model, loss):
+        assert model[1].training
+        assert model(torch.randn(2, 4)).requires_grad
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (model.training, model[1].training, model.calls) == (True, False, 0)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+class _Watched(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.calls = 0
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs: torch.Tensor = super().forward(images)
+        return outputs

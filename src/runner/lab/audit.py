@@ -54,7 +54,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
     """Train both sides for some steps, each in a separate process, and compare all that they save and log."""
     config, start = config_and_checkpoint(composition, Audit)
     # The keys of `vary`, however they are nested, with the values of both sides; a single value is that of b
-    given = keys.flatten(config.vary) if config.vary else {}
+    given = keys.flatten(config.vary)
     now = keys.flatten(to_plain(config))
     varied = {key: value if isinstance(value, list) else [now.get(key), value] for key, value in given.items()}
     sides = [{key: value[side] for key, value in given.items() if isinstance(value, list)} for side in (0, 1)]

@@ -95,7 +95,7 @@ def candidates(config: Bench, built: Run, found_in: sources.Sources) -> tuple[li
             else:
                 found += [Candidate("toggle", settings) for settings in made]
     # The keys of `vary` may be nested or dotted
-    for key, given in (keys.flatten(config.vary) if config.vary else {}).items():
+    for key, given in keys.flatten(config.vary).items():
         values = given if isinstance(given, list) else [given]
         found += [Candidate("varied", {key: value}) for value in values if value != now.get(key)]
     # The presets combine several toggles, and are tried because these may help or hinder each other
@@ -346,17 +346,15 @@ def _compare(
             begin(BASELINE.name)
             usual = measure(baseline, None)
             baseline.ratios.append(1.0)
-            # One that fails, in whichever round, is dropped, and the others continue
             for result in list(results):
                 begin(result.candidate.name)
-                why = "no time was left; set a larger budget_s, or fewer toggles"
-                if result.speeds or time.perf_counter() <= deadline:
-                    try:
-                        measure(result, _TOO_SLOW * usual)
-                        result.ratios.append(result.speeds[-1] / baseline.speeds[-1])
-                        continue
-                    except UserError as error:
-                        why = first_line(error)
-                skipped[result.candidate.name] = why
-                results.remove(result)
+                try:
+                    if not result.speeds and time.perf_counter() > deadline:
+                        raise UserError("no time was left; set a larger budget_s, or fewer toggles")
+                    measure(result, _TOO_SLOW * usual)
+                    result.ratios.append(result.speeds[-1] / baseline.speeds[-1])
+                # One that fails, in whichever round, is dropped, and the others continue
+                except UserError as error:
+                    skipped[result.candidate.name] = first_line(error)
+                    results.remove(result)
     return [baseline, *results], notes

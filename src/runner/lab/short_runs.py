@@ -57,11 +57,7 @@ def words_from(config: Train, folder: Path, *others: str) -> list[str]:
 
 
 def run_short(words: Sequence[str], folder: Path) -> Path:
-    """Train with these words into a new folder, the run directory, which is returned.
-
-    Raises:
-        UserError: with the reason if the run failed.
-    """
+    """Train with these words into a new folder, the run directory, which is returned; a `UserError` says why the run failed."""
     command = [sys.executable, "-m", "runner", "train", *words, f"hydra.run.dir={text_of(str(folder))}"]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:

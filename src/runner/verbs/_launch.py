@@ -23,9 +23,8 @@ from runner.base.files import make_folder
 from runner.base.secrets import mask_words
 from runner.base.signals import interruptible
 from runner.config.sources import Sources
-from runner.verbs._folders import sources_and_words
 from runner.verbs._job import run_job, status_of
-from runner.verbs._table import Verb
+from runner.verbs._table import Verb, sources_and_words
 
 if TYPE_CHECKING:
     from runner.config.load import Command

@@ -35,9 +35,7 @@ _SLOW = {"torchvision": "torchvision", "timm": "timm", "torchmetrics": "torchmet
 def run_sweep(verb: Verb, command: Command) -> int:
     """Run the jobs that are left of a sweep or a search; returns the exit status.
 
-    Raises:
-        ConfigError: with every problem, before the first job.
-        UserError: for what makes a sweep impossible.
+    Raises `ConfigError` with every problem before the first job, `UserError` for what makes a sweep impossible.
     """
     _check(command)
     values, launcher = command.composition.values, functools.cache(lambda: _launcher(command))

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.base.errors import UserError
+from runner.config.sources import Sources
 
 _NOT_PLAIN = frozenset("[](){}'\"")
 _JSON = {"--json": "json=true", "json=-": "json=true"}
@@ -87,7 +91,9 @@ _ENTRIES = (
         "Copy an option to your config folder: `copy model=vit_tiny my_conf`.",
         "runner.verbs.options:copy",
     ),
-    Verb("env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.env:main"),
+    Verb(
+        "env", "Show the environment: versions, devices and settings that a run depends on.", "runner.verbs.options:env"
+    ),
     Verb(
         "eval",
         "Evaluate a checkpoint on a split: metrics, per-class accuracy, confusion matrix.",
@@ -158,7 +164,7 @@ _ENTRIES = (
     Verb(
         "sweep",
         "Show the table of a sweep from the files in its folder, also while it runs: `sweep DIR`.",
-        "runner.verbs.watch:sweep",
+        "runner.verbs.report:sweep",
     ),
     Verb(
         "train",
@@ -171,7 +177,38 @@ _ENTRIES = (
     Verb(
         "watch",
         "Follow a run, a sweep or a folder of runs from its files, live, until no run is active: `watch DIR`.",
-        "runner.verbs.watch:watch",
+        "runner.verbs.report:watch",
     ),
 )
 VERBS = {verb.name: verb for verb in _ENTRIES}
+
+
+def split_words(
+    verb: str, argv: Sequence[str], flags: Mapping[str, str], other_flags: bool = False
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """Split the words after a verb that takes no config into those that are not flags, and (flag, value).
+
+    `flags` gives the flags and what their values are, `DIR` or `NAME`; with `other_flags`, others are ignored.
+    """
+    words: list[str] = []
+    given: list[tuple[str, str]] = []
+    rest = iter(argv)
+    for word in rest:
+        flag, _, value = word.partition("=")
+        # Both forms are usual: --flag value and --flag=value
+        if flag in flags:
+            if not (value := value or next(rest, "")):
+                raise UserError(verb, f"{flag} needs a {'folder' if flags[flag] == 'DIR' else 'name'}")
+            given.append((flag, value))
+        elif not word.startswith("-"):
+            words.append(word)
+        elif not other_flags:
+            allowed = ", ".join(f"{name} {value}" for name, value in flags.items() if name.startswith("--"))
+            raise UserError(verb, f"unknown flag '{flag}'", allowed)
+    return words, given
+
+
+def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False) -> tuple[Sources, list[str]]:
+    """The folders to search (`--config-dir DIR`) and the words that are not flags; arguments as `split_words` takes them."""
+    words, given = split_words(verb, argv, {"--config-dir": "DIR", "-cd": "DIR"}, other_flags)
+    return Sources([Path(folder) for _, folder in given]), words

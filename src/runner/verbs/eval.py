@@ -48,22 +48,19 @@ _TAKE_LOGITS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def run(composition: Composition) -> float:
-    """Evaluate a checkpoint.
-
-    Returns:
-        The loss, for sweepers.
-    """
+    """Evaluate a checkpoint; returns the loss, for sweepers."""
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Eval)
     config, found = resolved.config, resolved.found
     record = evaluation(resolved, report)
+    loss = float(record["metrics"].get("loss", math.nan))
     # Every rank has the metrics, and only the first one writes them
     if not world().first:
-        return float(record["metrics"].get("loss", math.nan))
+        return loss
     folder = output_folder(config.output, run_directory_of(found.path), config.output_root, "evaluations")
-    same_data = config.data.name == stored_data(found).get("name")
     title = f"{record['data']} {record['split']}, {record['samples']:,} samples"
     # Other data must not replace the evaluation of the run's own data.
+    same_data = config.data.name == stored_data(found).get("name")
     name = config.split if same_data else f"{config.data.name}_{config.split}"
     written = [folder / f"eval_{name}.json"]
     write_json(written[0], record, named=config.output is not None)
@@ -77,7 +74,7 @@ def run(composition: Composition) -> float:
         report.line(resolved.described())
         _show(record, title, report)
         report.lines(*written)
-    return float(record["metrics"].get("loss", math.nan))
+    return loss
 
 
 def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, Any]:
@@ -99,22 +96,21 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         limit = config.limit.eval_batches
         measure = functools.partial(evaluate, loss=loss, autocast=precision.autocast, limit=limit)
         # Tables such as the confusion matrix are metrics that are not single numbers
-        metrics, tables = build_metrics(config, task, device), task.tables(device)
+        metrics, tables, steps = build_metrics(config, task, device), task.tables(device), steps_of(task, model, loss)
         batches = math.ceil(split.samples / split.loader.batch_size / world().size)
         with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
             # Asked before each batch; nothing interrupts an evaluation.
-            evaluated, interrupted = steps_of(task, model, loss).evaluated, lambda: bool(begin())
-            scalars = measure(model, split.loader, evaluated, metrics=metrics | tables, interrupted=interrupted)
+            asked: Any = {"metrics": metrics | tables, "interrupted": lambda: bool(begin())}
+            scalars = measure(model, split.loader, steps.evaluated, **asked)
         warn_of_nonfinite(scalars.get("loss", 0.0), splits, config.split, report.warn)
         with torch.inference_mode():
             computed = {name: metric.compute().tolist() for name, metric in tables.items()}
         # Test-time augmentation is a second evaluation, so that both results can be compared
         averaged = None
         if config.tta:
-            if isinstance(steps := steps_of(task, model, loss), TaskSteps):
-                raise UserError(
-                    "tta", f"averages the outputs of the model, and {steps.name} evaluates batches itself", "null"
-                )
+            if isinstance(steps, TaskSteps):
+                problem = f"averages the outputs of the model, and {steps.name} evaluates batches itself"
+                raise UserError("tta", problem, "null")
             image = resolved.blank_input(splits).to(precision.weights)
             views = with_tta(model, task, image, config.tta, config.tta_mean)
             evaluated = Supervised(views, loss, task.targets).evaluated
@@ -142,13 +138,11 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     if "per_class" in computed:
         record["per_class"] = dict(zip(classes, computed["per_class"], strict=True))
     # Results for each label or output, by the name of their kind
-    for kind in ("label", "output"):
-        prefix = f"{kind}_"
-        scores = {name.removeprefix(prefix): found for name, found in computed.items() if name.startswith(prefix)}
-        if scores:
-            names = classes or [str(number) for number in range(task.outputs(splits.classes))]
+    for kind in ("label_", "output_"):
+        if scores := {name.removeprefix(kind): each for name, each in computed.items() if name.startswith(kind)}:
+            names = classes or map(str, range(task.outputs(splits.classes)))
             rows = zip(names, zip(*scores.values(), strict=True), strict=True)
-            record[f"per_{kind}"] = {name: dict(zip(scores, values, strict=True)) for name, values in rows}
+            record[f"per_{kind[:-1]}"] = {name: dict(zip(scores, values, strict=True)) for name, values in rows}
     if "confusion" in computed:
         record["confusion"] = computed["confusion"]
     return record
@@ -168,12 +162,11 @@ def _show(record: dict[str, Any], title: str, report: Report) -> None:
             report.table(f"each {kind}", [kind, *(head.replace("_", " ") for head in heads)], rows)
     if "per_class" not in record:
         return
-    names = list(record["per_class"])
+    names, columns = list(record["per_class"]), ["class", "accuracy"]
     rows = [[name, f"{value:.4f}"] for name, value in record["per_class"].items()]
-    matrix = record.get("confusion", [])
-    for index, counts in enumerate(matrix):
+    for index, counts in enumerate(record.get("confusion", ())):
+        columns[2:] = ["samples", "most often confused with"]
         wrong = [(count, names[other]) for other, count in enumerate(counts) if other != index and count]
         count, other = max(wrong, default=(0, ""))
         rows[index] += [f"{sum(counts):,}", f"{other} ({count:,})" if wrong else ""]
-    columns = ["class", "accuracy"] + (["samples", "most often confused with"] if matrix else [])
     report.table("accuracy of each class", columns, rows)

@@ -23,11 +23,7 @@ from runner.train import build_run
 
 
 def run(composition: Composition) -> float:
-    """Find a learning rate.
-
-    Returns:
-        The recommended rate, for sweepers.
-    """
+    """Find a learning rate; returns the recommended one, for sweepers."""
     config, found = config_and_checkpoint(composition, FindLr)
     report = Report(config.json)
     # The length of the test replaces that of the run

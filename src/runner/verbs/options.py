@@ -1,16 +1,16 @@
-"""`list`, `show` and `copy`: options, their files and their keys with comments. Imports nothing heavy."""
+"""`list`, `show` and `copy`: options, their files and their keys with comments; `env`. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically
+from runner.base.files import make_folder, write_atomically
 from runner.config.sources import Option, Sources, text_of
-from runner.verbs._folders import sources_and_words, split_words
-from runner.verbs._table import VERBS
+from runner.verbs._table import VERBS, sources_and_words, split_words
 
 
 class Commented(NamedTuple):
@@ -53,11 +53,8 @@ def copy(argv: Sequence[str]) -> int:
         raise UserError("copy", problem, "another name, with --name NAME")
     # The header of the file shows how the option is selected, so it gets the new name
     text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise UserError("copy", f"cannot write {path}: {error.strerror}", "another folder") from error
+    make_folder(path.parent)
+    write_atomically(path, text.encode())
     print(f"change {path}, then: python -m runner train --config-dir {words[1]} {group}={new}")
     print(path)
     return 0
@@ -73,6 +70,23 @@ def show(argv: Sequence[str]) -> int:
                 print(text_of(path).rstrip(), end="\n\n")
         else:
             print("\n".join(_explained(word, sources)), end="\n\n")
+    return 0
+
+
+def env(argv: Sequence[str]) -> int:
+    """Print the environment as a table, or as JSON with `--json`, which stands for `json=true`."""
+    if wrong := [word for word in argv if word != "json=true"]:
+        raise UserError("env", f"unknown argument '{wrong[0]}'", "--json")
+    from runner.tracking.environment import environment, lines
+
+    found = environment()
+    if argv:
+        print(json.dumps(found, indent=2))
+        return 0
+    rows = lines(found)
+    width = max(len(label) for label, _ in rows)
+    for label, value in rows:
+        print(f"{label:<{width}}  {value}")
     return 0
 
 
@@ -113,8 +127,7 @@ def files_of(option: Option) -> list[Path]:
 def _explained(key: str, sources: Sources) -> list[str]:
     """The lines of the files that give a key, or the keys inside it, with their comments; then the values that it may have.
 
-    Raises:
-        UserError: if there is no such key.
+    Raises `UserError` if there is no such key.
     """
     from runner.config import keys
     from runner.config.schema import VERBS as SCHEMAS

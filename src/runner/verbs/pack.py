@@ -43,11 +43,7 @@ _SHOWN = 5  # reasons why images were skipped
 
 
 def run(composition: Composition) -> float:
-    """Pack the data.
-
-    Returns:
-        The number of shards, for sweepers.
-    """
+    """Pack the data; returns the number of shards, for sweepers."""
     config, _ = config_and_checkpoint(composition, Pack)
     report, data = Report(config.json), config.data
     if config.output is None:
@@ -56,8 +52,7 @@ def run(composition: Composition) -> float:
         raise UserError("output", f"is {config.output}", "a folder, which you can upload")
     # Splits that the data set does not have are made when training begins, from shards as from any data
     parts = make_splits(as_splits(read_dataset(data)), Split(val=0.0, test=0.0))
-    for text in (text for dataset, _ in parts.values() for text in getattr(dataset, "warnings", ())):
-        report.warn(text)
+    report.warnings(*(getattr(dataset, "warnings", ()) for dataset, _ in parts.values()))
     folder = Path(config.output).expanduser()
     packer = Packer(parts, folder, config)
     if data.images is not None and packer.target == "class":
@@ -71,11 +66,10 @@ def run(composition: Composition) -> float:
         finally:
             if locked:
                 _remove_temporary(folder)
-        shards, samples = packer.shards(), dict.fromkeys(parts, 0)
-        for split, number in shards:
-            samples[split] += packer.samples(split, number) or 0
-        packed, whole = sum(samples.values()), sum(len(indices) for _, indices in parts.values())
-        if missing := whole - packed:
+        shards = packer.shards()
+        samples = {split: sum(packer.samples(*each) or 0 for each in shards if each[0] == split) for split in parts}
+        packed = sum(samples.values())
+        if missing := sum(len(indices) for _, indices in parts.values()) - packed:
             report.warn(f"{amount(missing, 'image')} skipped, as they cannot be read")
             report.lines(*(f"  {reason}" for reason in skipped[:_SHOWN]))
         for split, (_, indices) in parts.items():
@@ -107,9 +101,7 @@ def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
         raise UserError("max_side", problem, "null, or data.dataset.masks=false")
     classes = [str(name).encode(errors="replace") for name in getattr(packer.parts["train"][0], "classes", ())]
     # Names that a list of lines cannot hold are left to be numbers
-    named = (
-        bool(classes) and len(set(classes)) == len(classes) and not any(set(name) & set(b"\r\n") for name in classes)
-    )
+    named = len(set(classes)) == len(classes) > 0 and not set(b"\r\n") & set(b"".join(classes))
     if packer.target != "class" and not named:
         problem = "has two classes of one name, or a name of several lines"
         raise UserError("data.dataset", problem, "another name for each class, in one line")

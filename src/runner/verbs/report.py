@@ -1,4 +1,4 @@
-"""`report`: any set of runs as a table, a difference, a page, or compared with a baseline."""
+"""Runs from their files: `report` compares any set of them, `watch` follows them, `sweep` shows the table of a sweep."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import OK, WORSE, UserError, nearest
+from runner.base.errors import OK, WORSE, UserError, nearest, nearest_path
 from runner.base.secrets import mask_text
+from runner.config.output_folders import holds_sweep
+from runner.verbs._table import split_words
 
 _FILES = ("csv", "md", "json", "html", "save_baseline")
 _OPTIONS = ("columns", "sort", "seeds", "diff", "against", *_FILES)
 _FOLDERS = {"name": "outputs/{}", "output_root": "{}", "ckpt_path": "{}", "sweep.dir": "{}", "data": "outputs/{}"}
 """Keys of other verbs that choose runs, and the folder of these runs."""
+_MEANT = "the folder of a run, of a sweep, or of several"
+_MOST_ROWS = 20
+_LISTED = 5  # sweeps in an error, the newest
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,3 +81,55 @@ def _parse(argv: Sequence[str]) -> tuple[list[str], dict[str, Any], dict[str, fl
     if (diff := options.get("diff")) not in (None, "true", "false"):
         raise UserError("diff", f"cannot be {diff}", "true or false")
     return places, options | {"diff": diff and diff == "true"}, tolerance
+
+
+def watch(argv: Sequence[str]) -> int:
+    """Show what runs in a folder until nothing does any more: `watch DIR`, where DIR is a run, a sweep or a folder of runs.
+
+    On a terminal this is a live table, elsewhere lines. Ctrl-C ends it, and leaves the runs alone. Everything comes from the
+    files, so that the runs may be those of another terminal or of another machine whose folder is mounted here.
+    """
+    return _show("watch", argv)
+
+
+def sweep(argv: Sequence[str]) -> int:
+    """Print the table of the sweep in a folder, `sweep DIR`, also while it runs; nothing is written.
+
+    DIR may be a folder above it that holds nothing else. `watch DIR` follows the sweep.
+    """
+    return _show("sweep", argv)
+
+
+def _show(verb: str, argv: Sequence[str]) -> int:
+    """Show the table of a folder, `sweep` only that of one sweep; `watch` follows first what runs there."""
+    words, _ = split_words(verb, argv, {})
+    if len(words) != 1:
+        raise UserError(verb, f"needs {_MEANT}, got {' '.join(words) or 'nothing'}", f"python -m runner {verb} DIR")
+    if not (folder := Path(words[0])).is_dir():
+        problem = f"{folder} is a file, not {_MEANT}" if folder.exists() else f"there is no {folder}"
+        raise UserError(verb, problem, _MEANT, nearest_path(folder))
+    from runner.sweeps.table import follow, look, print_best, print_table, progress_line
+    from runner.tracking.console import Console
+
+    view, console = look(folder), Console(None)
+    # sweep shows one sweep, and watch any folder
+    several = view.folder not in view.sweeps
+    if verb == "sweep" and several and (view.sweeps or not holds_sweep(folder)):
+        newest = ", ".join(map(str, [*reversed(view.sweeps)][:_LISTED]))
+        others = newest or f"its folder, or python -m runner report {folder}, for runs at any depth"
+        raise UserError("sweep", f"{folder} is not the folder of one sweep", others)
+    if verb == "watch" and not view.rows:
+        raise UserError("watch", f"there is no run in {folder}", _MEANT)
+    # After the live view, the final state stays on the screen
+    if verb == "watch" and not view.done:
+        follow(folder, console)
+        view = look(folder)
+    for note in view.notes:
+        console.warn(note)
+    listed = len(view.rows) <= _MOST_ROWS or not several
+    if not view.done or not listed:
+        console.line(progress_line(view))
+    if listed:
+        print_table(view.rows, console)
+        print_best(view.folder, console)
+    return OK

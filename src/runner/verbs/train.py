@@ -30,8 +30,7 @@ from runner.verbs._ranks import lead
 def run(composition: Composition) -> float | None:
     """Run one job; returns the best value of the monitored metric, or None if there is none.
 
-    Raises:
-        SystemExit: with the exit code, unless the job finished or is one of a sweep.
+    Raises `SystemExit` with the exit code, unless the job finished or is one of a sweep.
     """
     if mistake := why_occupied(composition):
         RunRecord(composition).complain(str(mistake))

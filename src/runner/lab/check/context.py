@@ -18,13 +18,12 @@ from runner.config.schema.verbs import Check
 from runner.config.targets import build
 from runner.data.build import read_data
 from runner.data.loaders import Batch
-from runner.data.module import DataModule
+from runner.data.module import DataModule, SplitData
 from runner.data.samples import SampleTransform, SeededDataset
 from runner.data.sources.arrays import ImageArrays
 from runner.engine.step import Supervised
 from runner.instrument.no_trace import SavedBuffers
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import NotApplicable, need
+from runner.lab.check.result import LIMITS, NotApplicable, need
 from runner.lab.check.sample import SplitStats, is_classes, known_targets, measure_split
 from runner.run.batch_size import auto_batch_size
 from runner.run.evaluation import load_best
@@ -123,6 +122,11 @@ class CheckContext:
         return [stats for name, stats in self.stats.items() if name != "train"]
 
     @property
+    def held_out(self) -> SplitData:
+        """The validation split, or the training split as it is evaluated."""
+        return self.splits.val or self.splits.train_for_eval
+
+    @property
     def classes(self) -> int:
         """Number of classes; 0 for regression."""
         return len(self.splits.classes)
@@ -209,11 +213,6 @@ class CheckContext:
         """What the task evaluates of a batch; skips the check if it cannot, and the run is never evaluated."""
         need(self.evaluates, "the task has no evaluation_step, and the run has no evaluations")
         return self.training.steps.evaluated(data)
-
-    def loss(self) -> Tensor:
-        """The loss of `batch`, with its graph."""
-        loss: Tensor = self.training.steps(self.batch.data)
-        return loss
 
     def disable_dropout(self) -> None:
         """Training mode, but for dropout layers: their noise would hide signals and differences."""

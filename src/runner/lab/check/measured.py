@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.data.loaders import Loader
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
 from runner.instrument.observer import Observer
 from runner.lab.check.context import BATCH_NORM, CheckContext, shared
-from runner.lab.check.limits import LIMITS
+from runner.lab.check.result import LIMITS
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
 
@@ -70,10 +69,10 @@ def measure_signals(context: CheckContext) -> Signals:
     known = {id(each) for each in model.parameters()} | {id(each) for group in groups for each in group["params"]}
     context.disable_dropout()
     with Observer(model, before, after):
-        loss = context.loss()
+        loss = context.training.steps(context.batch.data)
     found.loose = _loose_tensors(context, loss, known)
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if parameter.requires_grad and gradient is None:
@@ -184,9 +183,9 @@ def measure_step(context: CheckContext) -> Step:
     metrics = fresh_metrics(context.config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:
-        autocast, loader = training.precision.autocast, held_out_loader(context)
+        autocast, held_out = training.precision.autocast, context.held_out
         how: dict[str, Any] = {"loss": training.loss, "metrics": metrics(), "autocast": autocast, "limit": 1}
-        values = evaluate(training.model, loader, context.evaluated, **how)
+        values = evaluate(training.model, held_out.loader, context.evaluated, **how)
         return {f"val/{name}": value for name, value in values.items()}
 
     Loop(
@@ -252,12 +251,6 @@ def _movements(
     return moved, downhill
 
 
-def held_out_loader(context: CheckContext) -> Loader:
-    """The validation split, or the training split as it is evaluated."""
-    loader: Loader = (context.splits.val or context.splits.train_for_eval).loader
-    return loader
-
-
 def _nonzero_gradients(model: nn.Module) -> list[str]:
     gradients = [(name, parameter.grad) for name, parameter in model.named_parameters()]
     return [name for name, gradient in gradients if gradient is not None and bool(gradient.count_nonzero())]
@@ -267,8 +260,8 @@ def _nonzero_gradients(model: nn.Module) -> list[str]:
 def hooked_gradients(context: CheckContext) -> list[str]:
     """Parameters to whose gradients a hook adds: those of a loss times zero are not zero."""
     context.disable_dropout()
-    loss = context.loss()
+    loss = context.training.steps(context.batch.data)
     if not (loss.requires_grad and bool(loss.isfinite())):
         return []
-    (loss * 0).backward()  # type: ignore[no-untyped-call]
+    (loss * 0).backward()
     return _nonzero_gradients(context.model)

@@ -24,7 +24,7 @@ from runner.data.samples import SampleTransform, SeededDataset, as_target, as_te
 from runner.data.sources.arrays import ImageArrays
 from runner.data.splits import targets_of
 from runner.instrument.nested import leaves_of, named_tensors, parts_of_rows
-from runner.lab.check.limits import LIMITS
+from runner.lab.check.result import LIMITS
 
 _SIDE = 16  # pixels of a thumbnail
 _CHUNK = 2048

@@ -28,7 +28,6 @@ from runner.lab.inspect.parts import PARTS, Inspection, batches_of, shape_text
 from runner.models.features import Extractor, write_features
 from runner.run import from_checkpoint
 from runner.run.describe import describe
-from runner.run.directory import claim, timestamp
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import model_of
 from runner.run.run import Run
@@ -133,12 +132,10 @@ def _inspected(
 
 def _folder(config: Inspect, found: find.LoadedCheckpoint | None, composition: Composition) -> Path:
     """The folder of the results; a new one inside the checkpoint's run unless something else is asked for."""
-    chosen = config.output if not config.features else None
     run = from_checkpoint.run_directory_of(found.path) if found is not None else None
-    given = composition.job_dir or composition.run_dir
-    if chosen is None and given is None and run is not None:
-        return claim(run / "inspect", timestamp())
-    return output_folder(chosen, given, config.output_root, "inspections")
+    root, kind = (config.output_root, "inspections") if run is None else (str(run), "inspect")
+    output = config.output if not config.features else None
+    return output_folder(output, composition.job_dir or composition.run_dir, root, kind)
 
 
 def _written_features(config: Inspect, training: Run, new_folder: Callable[[], Path], report: Report) -> dict[str, Any]:
@@ -147,12 +144,10 @@ def _written_features(config: Inspect, training: Run, new_folder: Callable[[], P
         raise UserError("features", "needs samples that are pairs of image and target", "[]")
     split = from_checkpoint.split_of(training.data, config.split)
     features = Extractor(model_of(training.model), config.features).rows
-    output = Path(config.output) if config.output is not None else None
-    if output is not None and output.suffix in FEATURE_FILES:
-        path = output_folder(str(output.parent), None, "", "") / output.name
-    else:
-        folder = new_folder() if output is None else output_folder(config.output, None, "", "")
-        path = folder / f"features_{config.split}.npz"
+    folder, name = config.output, f"features_{config.split}.npz"
+    if folder is not None and Path(folder).suffix in FEATURE_FILES:
+        folder, name = str(Path(folder).parent), Path(folder).name
+    path = (new_folder() if folder is None else output_folder(folder, None, "", "")) / name
 
     def batches() -> Iterator[dict[str, Tensor]]:
         with evaluating(training.model):

@@ -12,10 +12,10 @@ from pathlib import Path
 from string import Template
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically, writing
+from runner.base.files import make_folder, write_atomically
 from runner.config.sources import Sources, shipped
 from runner.tracking.formats import amount
-from runner.verbs._folders import split_words
+from runner.verbs._table import split_words
 
 # The config group of the option of each kind.
 _KINDS = {"model": "model", "data": "data", "task": "task", "callback": "callbacks", "project": "experiment"}
@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> int:
         problem = f"{', '.join(there)} already exist{'s' if len(there) == 1 else ''}, and nothing is overwritten"
         raise UserError("new", problem, "another name, or another folder")
     for path, text in written.items():
-        with writing(Path(path)):
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(Path(path).parent)
         write_atomically(Path(path), text.encode())
     commands[-1:-1] = [] if importlib.util.find_spec("pytest") else ["pip install pytest"]
     print("\n".join(["written:", *(f"  {path}" for path in written), "", "try:", *(f"  {each}" for each in commands)]))
@@ -59,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _part(kind: str, name: str, flags: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """The files of a component by path, and the commands to try them with."""
-    package = _checked_package(flags.get("--package") or _package_here())
+    # The only package in this folder, or `my_package`
+    there = {path.parent.name for path in Path().glob("*/__init__.py")} - {"tests", "conf"}
+    package = _checked_package(flags.get("--package") or (there.pop() if len(there) == 1 else "my_package"))
     own_conf = Path("conf").is_dir() and Path("conf").resolve() != shipped().resolve()
     given = flags.get("--config-dir") or ("conf" if own_conf else "my_conf")
     path = Path(given)
@@ -145,9 +146,3 @@ def _checked_package(package: str) -> str:
     if package in ("tests", "conf") or package in sys.stdlib_module_names or (spec is not None and not here):
         raise UserError("new", f"it would hide another package '{package}'", "another name")
     return package
-
-
-def _package_here() -> str:
-    """The only package in this folder, or `my_package`."""
-    there = {path.parent.name for path in Path().glob("*/__init__.py")} - {"tests", "conf"}
-    return there.pop() if len(there) == 1 else "my_package"

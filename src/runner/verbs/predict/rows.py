@@ -49,25 +49,20 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
         lines = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\r\n")
         head: list[str] = []
 
-        def add(row: Row) -> None:
-            if path.suffix.lower() == ".jsonl":
-                file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
-                return
-            cells: Row = {}
-            for name, value in row.items():
-                several = name in lists
-                cells |= (
-                    zip((f"{name}:{item}" for item in lists[name]), value, strict=True) if several else {name: value}
-                )
-            if not head:
-                head.extend(cells)
-                lines.writerow([harmless(_encodable(name)) for name in head])
-            lines.writerow(map(harmless, cells.values()))
-
         def write(rows: Sequence[Row]) -> None:
             with writing(path):
-                for row in rows:
-                    add({name: _encodable(value) for name, value in row.items()})
+                for row in ({name: _encodable(value) for name, value in row.items()} for row in rows):
+                    if path.suffix.lower() == ".jsonl":
+                        file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
+                        continue
+                    cells: Row = {}
+                    for name, value in row.items():
+                        names = [f"{name}:{item}" for item in lists[name]] if name in lists else [name]
+                        cells |= zip(names, value if name in lists else [value], strict=True)
+                    if not head:
+                        head.extend(cells)
+                        lines.writerow([harmless(_encodable(name)) for name in head])
+                    lines.writerow(map(harmless, cells.values()))
 
         yield write
 
@@ -88,15 +83,14 @@ class RowBuilder:
     threshold: float | None = None  # probability above which a label is predicted; None for one class per image
 
     def __post_init__(self) -> None:
-        if not self.classes:
-            for name, given in (("top_k", self.top_k > 1), ("probabilities", self.probabilities)):
-                if given:
-                    raise UserError(name, "this model was trained for numbers, not classes", "its default")
-        elif self.threshold is not None:
-            if self.top_k > 1:
-                problem = "this model was trained for several labels per image, and every label has its probability"
-                raise UserError("top_k", problem, "its default")
-        elif self.top_k > (count := len(self.classes)):
+        count = len(self.classes)
+        for name, given in (("top_k", self.top_k > 1), ("probabilities", self.probabilities)):
+            if given and not count:
+                raise UserError(name, "this model was trained for numbers, not classes", "its default")
+        if count and self.threshold is not None and self.top_k > 1:
+            problem = "this model was trained for several labels per image, and every label has its probability"
+            raise UserError("top_k", problem, "its default")
+        if count and self.top_k > count:
             raise UserError("top_k", f"is {self.top_k}, but there are {count} classes", f"1 to {count}")
 
     @property
@@ -105,40 +99,42 @@ class RowBuilder:
         return {"probabilities": self.classes, "logits": self.classes}
 
     def rows(self, outputs: Tensor, first_cells: Sequence[Row]) -> list[Row]:
-        """A row for each image.
-
-        Args:
-            outputs: of the model, float32 (B, C), on the CPU.
-            first_cells: the beginning of each row, such as the path of the image.
-        """
-        rows = [dict(cells) for cells in first_cells]
+        """A row for each image, of outputs of the model, float32 (B, C) on the CPU; `first_cells` begin it, such as its path."""
+        numbers, made = outputs.tolist(), list[Row]()
         if not self.classes:
-            for row, numbers in zip(rows, outputs.tolist(), strict=True):
-                row |= numbered("prediction", numbers)
+            made = [numbered("prediction", each) for each in numbers]
         elif self.threshold is not None:
-            for row, probabilities in zip(rows, outputs.sigmoid().tolist(), strict=True):
-                row["labels"] = labels_of(self.classes, probabilities, self.threshold)
-                row["probabilities"] = probabilities
+            for each in outputs.sigmoid().tolist():
+                made.append({"labels": labels_of(self.classes, each, self.threshold), "probabilities": each})
         else:
             # A stable sort: of equal outputs, the class that comes first ranks first, as in metrics.
             order = torch.sort(outputs, dim=1, descending=True, stable=True).indices[:, : self.top_k].tolist()
-            for row, best, probabilities in zip(rows, order, outputs.softmax(1).tolist(), strict=True):
-                for rank, number in enumerate(best, 1):
-                    suffix = "" if rank == 1 else f"_{rank}"
-                    row[f"prediction{suffix}"] = self.classes[number]
-                    row[f"probability{suffix}"] = probabilities[number]
-                if self.probabilities:
-                    row["probabilities"] = probabilities
+            for best, each in zip(order, outputs.softmax(1).tolist(), strict=True):
+                made.append(row := Row())
+                for suffix, place in zip(["", *(f"_{rank}" for rank in range(2, len(best) + 1))], best, strict=True):
+                    row |= {f"prediction{suffix}": self.classes[place], f"probability{suffix}": each[place]}
+                row |= {"probabilities": each} if self.probabilities else {}
         if self.logits and self.classes:
-            for row, logits in zip(rows, outputs.tolist(), strict=True):
-                row["logits"] = logits
-        return rows
+            made = [row | {"logits": each} for row, each in zip(made, numbers, strict=True)]
+        return [{**cells, **row} for cells, row in zip(first_cells, made, strict=True)]
 
 
 def numbered(name: str, numbers: Sequence[float]) -> Row:
     """A cell for each number: `name`, or `name_0`, `name_1`, ... for several."""
     names = [name] if len(numbers) == 1 else [f"{name}_{at}" for at in range(len(numbers))]
     return dict(zip(names, numbers, strict=True))
+
+
+def target_cells(target: Any, classes: Sequence[str], activation: str | None) -> Row:
+    """The cells of a target as its task says it: the names of its labels or its class, or its numbers."""
+    if isinstance(target, list):
+        if activation == "sigmoid":
+            return {"target": labels_of(classes, target, 0.5)}
+        if activation is None:
+            return numbered("target", target)
+        target = max(range(len(target)), key=target.__getitem__)
+    is_class = isinstance(target, int) and 0 <= target < len(classes)
+    return {"target": classes[target] if is_class else target}
 
 
 def labels_of(names: Sequence[str], probabilities: Sequence[float], threshold: float) -> str:

@@ -2,56 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import glob
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, nearest_path
 from runner.base.files import write_atomically
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Predict
 from runner.config.validate import shown
-from runner.data.loaders import Batch
+from runner.data.bad_samples import BadSamples, path_of
+from runner.data.loaders import Batch, Loader
+from runner.data.module import callables
+from runner.data.sources.image_files import files_loader, samples_loader
+from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
 from runner.run.directory import claim, timestamp
 from runner.run.from_checkpoint import (
     MODEL,
+    SPLITS,
     ResolvedCheckpoint,
     activation_of,
     as_list,
     class_names,
     resolve_checkpoint,
+    split_of,
     with_tta,
 )
-from runner.run.model import KnownData, model_of
+from runner.run.model import KnownData, build_task, model_of
 from runner.run.outputs import Predictions
 from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
-from runner.verbs.predict.inputs import INPUTS, Source, opened
-from runner.verbs.predict.rows import FieldRows, Row, RowBuilder, check_ending, open_table
+from runner.verbs.predict.rows import FieldRows, Row, RowBuilder, check_ending, open_table, target_cells
 
+_INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
+_BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
 _SHOWN = 10  # rows, and unreadable images
 
 
-def run(composition: Composition) -> float:
-    """Predict images.
+@dataclasses.dataclass
+class Source:
+    """Samples to predict, and what is known of each."""
 
-    Returns:
-        Images a second, for sweepers.
-    """
+    data: KnownData  # what the model has to know of them
+    loader: Loader  # gives them in batches
+    first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
+    found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
+
+
+def run(composition: Composition) -> float:
+    """Predict images; returns how many a second, for sweepers."""
     report, main = Report(composition.values["json"]), world().first
     resolved = resolve_checkpoint(composition, Predict, MODEL)
     config = resolved.config
@@ -59,7 +75,7 @@ def run(composition: Composition) -> float:
     data = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
     resolved = dataclasses.replace(resolved, config=dataclasses.replace(config, data=data))
     if not as_list(config.input):
-        raise UserError("input", "is missing", INPUTS)
+        raise UserError("input", "is missing", _INPUTS)
     if config.output is not None:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
@@ -72,8 +88,8 @@ def run(composition: Composition) -> float:
         if isinstance(rows, FieldRows):
             rows.path = path
         features_file = path.with_name(f"{path.stem}_features.npz") if layers and main else None
-        shown, count, began, unreadable = list[Row](), 0, time.perf_counter(), dict[int, str]()
-        with open_table(path, rows.lists) as write:
+        first, count, began, unreadable = list[Row](), 0, time.perf_counter(), dict[int, str]()
+        with open_table(path, rows.lists) as write, evaluating(predictor):
 
             def written() -> Iterator[dict[str, Tensor]]:
                 nonlocal count
@@ -81,27 +97,26 @@ def run(composition: Composition) -> float:
                 for outputs, cells, features in _batches(computed, source, unreadable, config.strict, report):
                     if main:
                         write(made := rows.rows(outputs, cells))
-                        shown.extend(made[: _SHOWN - len(shown)])
+                        first.extend(made[: _SHOWN - len(first)])
                         count += len(made)
                     yield features
 
-            with evaluating(predictor):
-                # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
-                if features_file is None:
-                    deque(written(), maxlen=0)
-                else:
-                    write_features(written(), features_file)
+            # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
+            if features_file is None:
+                deque(written(), maxlen=0)
+            else:
+                write_features(written(), features_file)
         if not main:
             return 0.0
         seconds = time.perf_counter() - began
-    unreadable_list = path.with_name(f"{path.stem}_unreadable.txt")
-    if unreadable:
-        lines = "".join(f"{_one_line(reason)}\n" for _, reason in sorted(unreadable.items()))
-        write_atomically(unreadable_list, lines.encode(), named=True)
+    reasons = [reason for _, reason in sorted(unreadable.items())]
+    unreadable_list = path.with_name(f"{path.stem}_unreadable.txt") if reasons else None
+    if unreadable_list is not None:
+        write_atomically(unreadable_list, "".join(f"{_one_line(each)}\n" for each in reasons).encode(), named=True)
     record = resolved.record() | {
         "predicted": count,
-        "unreadable": [reason for _, reason in sorted(unreadable.items())],
-        "unreadable_list": str(unreadable_list) if unreadable else None,
+        "unreadable": reasons,
+        "unreadable_list": str(unreadable_list) if unreadable_list is not None else None,
         "seconds": round(seconds, 3),
         "images_per_s": round(count / seconds, 3),
         "output": str(path),
@@ -109,7 +124,7 @@ def run(composition: Composition) -> float:
     }
     if not report.json(record):
         report.line(resolved.described())
-    _show(record, shown, report)
+    _show(record, first, report)
     return float(record["images_per_s"])
 
 
@@ -212,3 +227,101 @@ def _computed(
 def _one_line(reason: str) -> str:
     """A reason without the line ends and other controls that a file's name may hold."""
     return " ".join(clean(reason).encode("utf-8", "backslashreplace").decode().split())
+
+
+@contextlib.contextmanager
+def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: Report) -> Iterator[Source]:
+    """The samples that `input` names, while their workers run; only a split needs the data set."""
+    words = as_list(resolved.config.input)
+    named = [word for word in words if word in SPLITS]
+    if named and len(words) > 1:
+        allowed = f"input={named[0]} alone, or ./{named[0]} for a folder of that name"
+        raise UserError("input", f"'{named[0]}' is a split of the data and cannot be mixed with others", allowed)
+    if not named:
+        paths = files_in(words)
+        loader, unreadable = _files(resolved, paths, device)
+        with contextlib.closing(loader):
+            facts, found = resolved.data_facts(), functools.partial(unreadable.reasons, "input")
+            yield Source(facts, loader, lambda index, _: {"path": str(paths[index])}, found)
+        return
+    (name,) = named
+    if Path(name).is_dir():
+        report.warn(f"input={name} is the split of the data; input=./{name} is the folder of that name")
+    with contextlib.closing(resolved.data(device)) as data:
+        loader = split_of(data, name, "input").loader
+        report.warnings(text for text in data.warnings if text.startswith("data.image_size"))
+        task = build_task(resolved.config, data, fetch_weights=False)
+        classes, activation, (dataset, _) = class_names(resolved, task), activation_of(task), data.parts[name]
+
+        def first_cells(index: int, target: Any) -> Row:
+            file = path_of(dataset, index)
+            cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
+            return cells if target is None else cells | target_cells(target, classes, activation)
+
+        yield Source(data, loader, first_cells, functools.partial(data.bad_samples.reasons, name))
+
+
+def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:
+    """A loader of image files, and those that cannot be read."""
+    config, data, unreadable = resolved.config, resolved.data_facts(), BadSamples()
+    if config.data.images is not None:
+        return samples_loader(config, device, paths)
+    batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
+    loader = files_loader(
+        paths,
+        config.data,
+        transforms=callables("transform.sample_eval", config.transform.sample_eval),
+        shape=(data.channels, *data.image_size),
+        prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
+        device=device,
+        batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
+        on_unreadable=unreadable.noting("input", SimpleNamespace(path=paths.__getitem__), len(paths)),
+    )
+    return loader, unreadable
+
+
+def files_in(words: Sequence[str]) -> list[Path]:
+    """The image files that words name, in their order, those of a folder or pattern sorted by name, each once.
+
+    A word is a file, with any ending; a folder, which stands for all images below it, with links to folders followed once;
+    or a pattern such as `photos/**/*.jpg`, which matches files with the ending of an image, and whose `**` follows links in
+    the same way. Hidden files are skipped unless they are named.
+    """
+    found: dict[Path, None] = {}
+    for word in words:
+        try:
+            files = _named_by(word)
+        except OSError as error:
+            raise UserError("input", f"cannot read {word}: {(error.strerror or str(error)).lower()}") from error
+        if not files:
+            allowed = f"files that end in {' '.join(sorted(EXTENSIONS))}"
+            raise UserError("input", f"there is no image in {word}", allowed)
+        found |= dict.fromkeys(files)
+    return list(found)
+
+
+def _named_by(word: str) -> list[Path]:
+    path = Path(word).expanduser()
+    if path.is_dir():
+        # What cannot be read is listed as such
+        return sorted([*images_below(path, unread := list[Path]()), *unread])
+    if path.exists() or path.is_symlink():
+        return [path]
+    if glob.has_magic(word):
+        matches = set(_matches(path))
+        return sorted(match for match in matches if match.suffix.lower() in EXTENSIONS and not match.is_dir())
+    raise UserError("input", f"there is no {path}", _INPUTS, nearest_path(path))
+
+
+def _matches(pattern: Path) -> Iterator[Path]:
+    """The matches of a pattern. `glob` does not get the `**`, as it would follow a link to a folder above without end."""
+    parts = pattern.parts
+    if "**" not in parts:
+        # Path.glob does not take an absolute pattern.
+        yield from map(Path, glob.glob(str(pattern)))  # noqa: PTH207
+        return
+    place = parts.index("**")
+    rest = parts[place + 1 :] or ("*",)
+    for start in _matches(Path(*parts[:place])) if place else [Path()]:
+        for folder, _ in folders_below(start) if start.is_dir() else ():
+            yield from _matches(Path(glob.escape(folder), *rest))

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext, shared
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import Result, check, failed, graded, join_names, need
+from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need
 from runner.lab.check.sample import digests_of, is_classes, thumbnails, unit_vectors
 from runner.run.evaluation import Evaluator
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from runner.config.targets import preferred_data
 from runner.lab.check.context import CheckContext
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.lab.check.sample import Annotated, digests_of
 from runner.run.model import num_classes_of
 

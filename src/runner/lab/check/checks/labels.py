@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.lab.check.sample import SplitStats, unit_vectors
 
 _OTHERS = 3  # rank of that other picture, so that two copies of one picture do not hide each other

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.lab.check.context import CheckContext, shared
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.result import NotApplicable, Result, check, failed, graded, need, passed, warned
+from runner.lab.check.result import LIMITS, NotApplicable, Result, check, failed, graded, need, passed, warned
 from runner.lab.check.sample import is_classes
 
 _COMPARED, _FREE = 12, 32  # samples that are compared with each other, and whose outputs are optimized
@@ -75,7 +74,7 @@ def _left_after_steps(context: CheckContext, guess: float) -> float:
 def initial_loss(context: CheckContext) -> Result:
     """A first loss that is not that of a guess: ln C for C equally likely classes, the variance for regression."""
     if not context.supervised:
-        first = float(context.loss().detach())
+        first = float(context.training.steps(context.batch.data).detach())
         return graded(f"{first:.4g}", "find the operation with debug=anomaly", fail=not math.isfinite(first))
     need(context.found is None, "the weights come from a checkpoint")
     pretrained = context.config.init_from is not None or context.config.model.get("weights") is not None

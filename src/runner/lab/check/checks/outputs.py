@@ -10,9 +10,8 @@ from torch import Tensor
 
 from runner.lab.check.checks.loss import takes_logits
 from runner.lab.check.context import BATCH_NORM, DROPOUT, CheckContext
-from runner.lab.check.limits import LIMITS
 from runner.lab.check.measured import measure_signals
-from runner.lab.check.result import Result, check, failed, graded, join_names, need, passed, warned
+from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, passed, warned
 from runner.lab.check.sample import is_classes
 
 _CERTAIN = 20.0  # a logit that stands for certainty

@@ -13,9 +13,8 @@ import torch
 
 from runner.base.errors import UserError
 from runner.lab.check.context import ADAM, BATCH_NORM, DROPOUT, CheckContext
-from runner.lab.check.limits import LIMITS
-from runner.lab.check.measured import held_out_loader, hooked_gradients, measure_signals, measure_step
-from runner.lab.check.result import Result, check, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.measured import hooked_gradients, measure_signals, measure_step
+from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
 from runner.run.metrics import better
 from runner.tracking.formats import amount
 
@@ -159,7 +158,7 @@ def evaluation_leaves_state(context: CheckContext) -> Result:
     training.model.eval()
     # Not `evaluate`, which restores buffers.
     with torch.no_grad(), training.precision.autocast():
-        for batch in map(context.shortened, held_out_loader(context).batches(0, 0, 1)):
+        for batch in map(context.shortened, context.held_out.loader.batches(0, 0, 1)):
             context.evaluated(batch.data)
     after = tensors()
     changed = [name for name, new in after.items() if not np.array_equal(before.get(name, ()), new, equal_nan=True)]
