@@ -103,7 +103,6 @@ def test_one_wrong_word_hides_no_other():
         ("+hydra.job.env_set.A=1", "+hydra.job.env_set.A=1"),
         ("seed=range(3)", "seed=range(3)"),
         ("seed='1,2'", "seed='1,2'"),
-        ("seed=int(interval(1,5))", "seed=int(interval(1,5))"),
         ("logger=none,csv", "logger=none,csv"),
         ("model=glob([m*,s*])", "model=mlp,small_cnn,smp"),  # a pattern stands for the options of a group
         ("model=glob([m*,s*],exclude=s*)", "model=mlp"),
@@ -149,6 +148,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("-m seed=glob(*)", "seed", "cannot be glob(...), which is for groups"),
     ("-m seed=range(0)", "seed", "has no values"),
     ("-m model=interval(1,2)", "model", "is chosen by name"),
+    ("-m seed=int(interval(1,5))", "seed", "cannot be an interval|sweep=optuna"),
 ]
 
 

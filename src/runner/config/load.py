@@ -116,7 +116,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     Args:
         command: what is called, or another job of the same command.
         checked: the overrides.
-        imports: whether mistakes are told with those of components, for which torch is imported.
+        imports: whether to report mistakes together with those of components, for which torch is imported.
 
     Raises:
         ConfigError: with every problem found.
@@ -129,7 +129,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     # A sweep is checked by its first job before a folder is made.
     words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
-    canonical = overrides.canonical(word for word in words if not keys.is_of_hydra(word))
+    canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
     job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
@@ -140,8 +140,6 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         cfg: DictConfig = app.compose_config(command.primary, [*added, *words], RunMode.RUN)
         names = [key for key in keys.flatten(OmegaConf.to_container(cfg, resolve=False)) if key[:6] != "hydra."]
         choices = {str(group): name for group, name in cfg.hydra.runtime.choices.items()}
-        if choices.get("hydra/sweeper") == "basic":
-            problems += overrides.intervals(checked.accepted)
         plain = functools.partial(OmegaConf.to_container, resolve=True)
         job = dataclasses.replace(
             job,
