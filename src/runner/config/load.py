@@ -39,7 +39,7 @@ from runner.config.schema.train import Train
 from runner.config.sources import Sources, searchpath_folder, text_of
 from runner.config.space import with_space
 from runner.config.targets import FACTS, bind, preferred_data, targets_in
-from runner.config.validate import nodes, shown, typed
+from runner.config.validate import nodes, typed
 from runner.config.yaml_files import compose as compose_yaml
 from runner.config.yaml_files import walk
 
@@ -320,23 +320,9 @@ def with_preferred_data(config: T, words: Sequence[str]) -> T:
     return with_changes(config, {f"data.{name}": wanted[name] for name in chosen})
 
 
-def resolve_changes(
-    config: T, changes: Mapping[str, Any], composition: Composition, prefix: str = ""
-) -> tuple[T | None, list[Problem]]:
-    """The config with other values under dotted keys, validated, and the problems that they cause.
-
-    `prefix` says where the keys stand on the command line, such as `vary.`.
-
-    Raises:
-        UserError: if a key lies inside what is not a section.
-    """
+def problems_with(config: Train, changes: Mapping[str, Any], composition: Composition) -> list[Problem]:
+    """The problems that a validated config of a command line has with other values under dotted keys."""
     values = to_plain(config)
     for key, value in changes.items():
-        *path, last = key.split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise UserError(prefix + key, f"does not exist here, as {part} is {shown(section)}")
-        section[last] = copy.deepcopy(value)
-    return problems_in(values, composition, type(config))
+        keys.put(values, key, copy.deepcopy(value))
+    return problems_in(values, composition, type(config))[1]
