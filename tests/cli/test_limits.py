@@ -55,10 +55,7 @@ def test_looking_whether_a_folder_can_be_made_leaves_nothing(rejected: Any, work
 @pytest.mark.parametrize("given", some([("data.placement=disk", "data.num_workers=2"), ("devices=2",)], 1))
 def test_a_limit_on_open_files_is_a_sentence(workdir: Path, given: tuple[str, ...]) -> None:
     words = (*SMALL, *given, "hydra.run.dir=run")
-    command = f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}'
-    done = subprocess.run(
-        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = shell(f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}')
     assert done.returncode == 1, done.stderr
     assert "too many open files" in done.stderr
     assert "ulimit -n" in done.stderr
