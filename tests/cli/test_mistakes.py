@@ -299,15 +299,6 @@ def test_mistakes_in_keys_and_values_are_reported_without_importing_torch(workdi
     assert not wrong, done.stderr
 
 
-def test_a_mistake_in_the_config_leaves_nothing_behind(rejected, tiny, workdir):
-    result = rejected("train", *tiny, "data.batch_size=0")
-    assert list(workdir.iterdir()) == []
-    for mistake in ("name=${nothere}", "name=${oc.env:NOT_THERE}"):
-        result = rejected("train", *tiny, mistake, "hydra.run.dir=mine", "hydra.output_subdir=.hydra")
-        assert "error: 1 problem" in result.err
-        assert list(workdir.iterdir()) == []
-
-
 def test_a_mistake_found_while_building_leaves_no_run(rejected, tiny, workdir):
     result = rejected("train", *tiny, "model.dropout=2")
     assert "dropout must be" in result.err

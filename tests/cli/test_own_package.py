@@ -207,11 +207,3 @@ def test_a_checkpoint_of_a_trusted_package_is_evaluated(words, environment, loca
     found = json.loads(Path("run/eval_test.json").read_text())
     summary = json.loads(Path("run/summary.json").read_text())
     assert found["metrics"] == summary["test"]
-
-
-def test_a_mistake_in_an_option_of_ones_own_names_its_file(copied, rejected, importable):
-    path = copied / "mine" / "model" / "mynet.yaml"
-    path.write_text(path.read_text().replace("width", "widht"))
-    result = rejected(*TRAIN)
-    assert "model.widht: is not an argument of my_package.parts.Net; did you mean 'width'?" in result.err
-    assert f"from: {path}" in result.err
