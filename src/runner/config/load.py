@@ -18,15 +18,13 @@ from typing import Any, TypeVar
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.base import slurm
 from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config import keys, overrides
-from runner.config.app import application, as_problem, merged_once, show
+from runner.config.app import REFUSALS, application, as_problem, merged_once, show
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain, with_changes
 from runner.config.keys import key_of, says, within
@@ -151,7 +149,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         job = dataclasses.replace(job, values=_plain(cfg))
     except ConfigError as error:
         failure = list(error.problems)
-    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+    except REFUSALS as error:
         failure = [as_problem(error, names)]
         if job.group_choices:  # it is composed, and a value of it cannot be resolved
             failure = job.with_origins(failure)
