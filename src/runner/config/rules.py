@@ -1,4 +1,4 @@
-"""Rules between keys: combinations that cannot be run, and settings without effect next to others.
+"""Rules between keys: combinations that cannot be run, and settings without effect next to others; the entries of `freeze`.
 
 Each rule yields the fields of a `Problem`: the key, what is wrong with it, what to set, and maybe the nearest spelling.
 """
@@ -6,14 +6,15 @@ Each rule yields the fields of a `Problem`: the key, what is wrong with it, what
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, get_origin
 
 from runner.base.durations import DURATION, seconds
 from runner.base.errors import Problem
 from runner.config import keys
-from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
 from runner.config.schema.train import Fsdp, Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
@@ -23,6 +24,9 @@ Broken = Iterator[tuple[str, ...]]
 
 _WHOLE = {"runner.data.sources.masks": "segmentation", "mask": "segmentation"}
 _WHOLE |= {"runner.data.sources.detection": "detection", "boxes": "detection"}
+ALL_BUT_HEAD = "all-but-head"
+MOMENT = "a number of optimizer steps such as 100, or of epochs such as 2ep, from 1 on"
+_MOMENT = re.compile(r"([1-9]\d*)(ep)?")
 _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 
 
@@ -204,7 +208,7 @@ def _of_samples(config: Train) -> Broken:
         ("data.cache", data.cache is not None, "null"),
         ("data.sampler", data.sampler is not None, "null"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
-        ("freeze", "all-but-head" in str(freeze), "name patterns, or null"),
+        ("freeze", ALL_BUT_HEAD in str(freeze), "name patterns, or null"),
         ("compile", config.compile == "step", "true or false"),
     ):
         if given:
@@ -300,3 +304,43 @@ def _of_varied(config: Audit | Bench, key: str, value: Any) -> Broken:
     if isinstance(config, Audit) and isinstance(value, list) and len(value) != 2:
         message = f"has {len(value)} value{'' if len(value) == 1 else 's'}, but there are two sides"
         yield f"vary.{key}", message, f"vary={key}:A,B, or the other value alone"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Modules and parameters that are frozen together; with neither a number of steps nor of epochs, permanently."""
+
+    pattern: str  # of their names, or `all-but-head`
+    steps: int | None  # of the optimizer
+    epochs: int | None
+
+
+def entries(freeze: str | list[str] | None, unfreeze_at: str | int | None) -> list[Entry]:
+    """The entries that `freeze` lists; `unfreeze_at` applies to entries without their own moment, such as the one in `stem@2ep`.
+
+    Raises:
+        ValueError: if something is not a moment, or there is no pattern before it; the message says what.
+    """
+    words = [freeze] if isinstance(freeze, str) else freeze or []
+    found = []
+    for word in words:
+        pattern, at, own = word.partition("@")
+        if not pattern or (at and not own):
+            raise ValueError(f"'{word}' is not a pattern, or a pattern with @ and a moment")
+        found.append(Entry(pattern, *moment(own if at else unfreeze_at)))
+    return found
+
+
+def moment(text: str | int | None) -> tuple[int | None, int | None]:
+    """Steps and epochs of `100`, `2ep` or null; one of them is None, or both.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if text is None:
+        return None, None
+    matched = _MOMENT.fullmatch(str(text))
+    if matched is None:
+        raise ValueError(f"'{text}' is not {MOMENT}")
+    number = int(matched[1])
+    return (None, number) if matched[2] else (number, None)
