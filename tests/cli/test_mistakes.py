@@ -148,7 +148,7 @@ show model=mpl | no option 'mpl' | did you mean 'mlp'? | small_cnn
 train --cfg job sede=1 | sede: is not a key | did you mean 'seed'?
 train seed=${sede} | seed: Interpolation key 'sede' not found | from: the override
 train --resolve seed=1 | --resolve is for what --cfg shows
-list --config-dir=mine | --config-dir: there is no folder | mine
+list --config-dir=mine | --config-dir: | mine is not a folder
 train --config-name trian | --config-name: there is no config 'trian' | did you mean 'train'? | allowed: audit, bench, check
 train devices=1000000 device=cpu | devices: asks for 1,000,000 processes | at most
 train optimizer.lr=nan grad_clip.norm=inf data.normalize.mean=[inf] scheduler.warmup=-inf | 4 problems

@@ -195,7 +195,7 @@ def test_a_wrong_flag_is_told_with_the_key_that_is_meant(line, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("absent", "there is no folder"), ("file", "is a file"), ("empty", "has no .yaml file")]
+    ("name", "says"), [("absent", "is not a folder"), ("file", "is not a folder"), ("empty", "has no .yaml file")]
 )
 def test_a_config_folder_that_cannot_be_used_is_told(name, says, tmp_path):
     (tmp_path / "file").write_text("seed: 1")

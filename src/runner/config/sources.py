@@ -75,12 +75,9 @@ class Sources:
     def __post_init__(self) -> None:
         self.extra = [path.absolute() for path in self.extra]
         for path in self.extra:
-            if not path.is_dir():
-                what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
-                allowed = "the folder that has your experiment/, model/ or other groups with .yaml files"
-                raise UserError("--config-dir", what, allowed)
             if not any(path.rglob("*.yaml")):
-                raise UserError("--config-dir", f"{path} has no .yaml file", "files such as experiment/mine.yaml in it")
+                what = "has no .yaml file" if path.is_dir() else "is not a folder"
+                raise UserError("--config-dir", f"{path} {what}", "a folder with files such as experiment/mine.yaml")
         self.folders = [shipped(), *self.extra]
         self._groups = list[str]()
 
