@@ -311,6 +311,7 @@ def compose(workdir: Path) -> Callable[..., Composition]:
         if call_id in _KNOWN:
             return copy.deepcopy(_KNOWN[call_id])
         with opened(verb, words) as composition:
+            assert isinstance(composition, Composition)
             if not any(word.startswith("--") for word in words):
                 _KNOWN[call_id] = copy.deepcopy(composition)
         return composition
