@@ -181,7 +181,7 @@ BUDGET = {
     ".": 845,
     "base": 941,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_443,
-    "config": 3_660,
+    "config": 3_658,
     "data": 8_065,  # boxes, outlines and names of all readers are checked alike
     "distributed": 837,
     "engine": 2_937,

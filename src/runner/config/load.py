@@ -38,8 +38,6 @@ from runner.config.sources import Sources, searchpath_folder, text_of
 from runner.config.space import with_space
 from runner.config.targets import FACTS, bind, preferred_data, targets_in
 from runner.config.validate import nodes, typed
-from runner.config.yaml_files import compose as compose_yaml
-from runner.config.yaml_files import walk
 
 T = TypeVar("T", bound=Train)
 
@@ -260,8 +258,8 @@ def statistics_of_others(config: Train, composition: Composition) -> list[Proble
     if of_any or not origin or says("data.normalize", composition.overrides):
         return []
     file, read = Path(origin.rpartition(":")[0]), {target for _, target in targets_in(data.dataset)}
-    targets = ("dataset._target_", "data.dataset._target_")
-    own = {str(node.value) for name, _, node in walk(compose_yaml(file)) if name in targets}
+    given = targets_in(yaml.safe_load(text_of(file)))
+    own = {target for key, target in given if key in ("dataset", "data.dataset")}
     # Another class around the same data has the same numbers, and those of trained weights replace them
     if not own or own & read or with_preferred_data(config, composition.overrides).data.normalize != data.normalize:
         return []
