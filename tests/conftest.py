@@ -310,10 +310,10 @@ def compose(workdir: Path) -> Callable[..., Composition]:
         call_id = (verb, *words)
         if call_id in _KNOWN:
             return copy.deepcopy(_KNOWN[call_id])
-        with opened(verb, words) as command:
-            composition = command.composition
-        if not any(word.startswith("--") for word in words):
-            _KNOWN[call_id] = copy.deepcopy(composition)
+        with opened(verb, words) as composition:
+            assert isinstance(composition, Composition)
+            if not any(word.startswith("--") for word in words):
+                _KNOWN[call_id] = copy.deepcopy(composition)
         return composition
 
     return call

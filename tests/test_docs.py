@@ -23,6 +23,7 @@ from runner.base.errors import Problem
 from runner.cli import main
 from runner.config import app, keys, load, overrides
 from runner.config.changes import CHANGES
+from runner.config.composition import Composition
 from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
@@ -156,8 +157,9 @@ def problems_of(verb: str, words: Sequence[str]) -> list[Problem]:
     flags = overrides.parse_flags(table.VERBS[verb].expand_shorthand(words))
     sources = load.sources_of(flags)
     known = overrides.check_overrides(flags.overrides, schema, sources, multirun=True)
+    command = Composition(schema, flags.config_name or verb, sources)
     with app.application(verb, sources):
-        composition, _ = load.compose(flags.config_name or verb, known, sources, also=lambda *_: [])
+        composition = load.compose(command, known)
     return problems_in(composition.values, composition, schema)[1]
 
 

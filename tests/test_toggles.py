@@ -26,7 +26,6 @@ from extended import some
 import runner.verbs.train
 from runner.checkpoint.file import read
 from runner.config.composition import Composition
-from runner.config.overrides import canonical
 
 # Of torch's compiler, looking through what it resumes with.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -179,7 +178,7 @@ def call(
             for parent in parents:
                 section = section[parent]
             section[last] = value
-        words = canonical(f"{key}={json.dumps(value)}" for key, value in settings.items())
+        words = [f"{key}={json.dumps(value)}".lstrip("+") for key, value in settings.items()]
         folder = workdir / f"run_{next(numbers)}"
         composition = dataclasses.replace(composed[0], values=values, overrides=words, run_dir=folder)
         shown = io.StringIO()

@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from runner.base.errors import OK, Problem, UserError, file_error, system_limit
+from runner.base.errors import OK, UserError, file_error, system_limit
 from runner.base.reading import read_summary
 from runner.config import keys
 from runner.config.app import application
@@ -28,7 +28,7 @@ from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.keys import says
 from runner.config.load import compose as compose_first
-from runner.config.load import problems_in, resolve_config
+from runner.config.load import resolve_config
 from runner.config.overrides import check_overrides
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
@@ -196,7 +196,7 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
         raise UserError("config_dir", "has no effect on a config that is composed", "compose(..., config_dir=...)")
     composition = _composition("train", () if config else overrides, config_dir)
     if config is not None:
-        composition = Composition(to_plain(config), [], {}, Sources(), "", run_dir=composition.run_dir)
+        composition = dataclasses.replace(composition, values=to_plain(config), group_choices={}, primary="")
     if mistake := why_occupied(composition):
         raise mistake
     if composition.values["dry_run"] is True:
@@ -291,14 +291,10 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
             loop = "a loop over train(), or " if word in ("-m", "--multirun") else ""
             allowed = f"overrides such as seed=1, config_dir=, or {loop}python -m runner {verb} {word}"
             raise UserError("overrides", f"{word} is a flag of the command line", allowed)
-    schema, sources = VERBS[verb], Sources([Path(config_dir)] if config_dir else [])
-    checked = check_overrides(list(words), schema, sources, False)
-
-    def also(composition: Composition) -> list[Problem]:
-        return problems_in(composition.values, composition, schema)[1]
-
-    with _COMPOSING, application(verb, sources):
-        return compose_first(verb, checked, sources, also=also)[0]
+    command = Composition(VERBS[verb], verb, Sources([Path(config_dir)] if config_dir else []))
+    checked = check_overrides(list(words), command.schema, command.sources, False)
+    with _COMPOSING, application(verb, command.sources):
+        return compose_first(command, checked, imports=True)
 
 
 def _of_checkpoint(

@@ -36,7 +36,7 @@ def test_a_file_where_a_run_needs_a_folder_is_a_mistake(
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
-@pytest.mark.parametrize("place", ["/dev/null/x", "/dev/null", "/proc/foo", "file/a/b"])
+@pytest.mark.parametrize("place", ["/dev/null/x", "/dev/null", "file/a/b"])
 def test_a_folder_that_cannot_be_made_is_a_mistake(rejected: Any, workdir: Path, key: str, place: str) -> None:
     (workdir / "file").touch()
     sweep = ("--multirun", "seed=0,1") if "sweep" in key else ()
@@ -45,20 +45,12 @@ def test_a_folder_that_cannot_be_made_is_a_mistake(rejected: Any, workdir: Path,
     assert f"the override {key}={place}" in result.err
 
 
-def test_looking_whether_a_folder_can_be_made_leaves_nothing(rejected: Any, workdir: Path) -> None:
-    rejected("train", *SMALL, "hydra.run.dir=a/b", "optimizer.lr=wrong")
-    assert [path for path in workdir.rglob("*") if path.name.startswith(".runner_")] == []
-
-
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("given", some([("data.placement=disk", "data.num_workers=2"), ("devices=2",)], 1))
 def test_a_limit_on_open_files_is_a_sentence(workdir: Path, given: tuple[str, ...]) -> None:
     words = (*SMALL, *given, "hydra.run.dir=run")
-    command = f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}'
-    done = subprocess.run(
-        ["bash", "-c", command, sys.executable], capture_output=True, text=True, timeout=300, check=False
-    )
+    done = shell(f'ulimit -n 24; exec "$0" -m runner train {" ".join(words)}')
     assert done.returncode == 1, done.stderr
     assert "too many open files" in done.stderr
     assert "ulimit -n" in done.stderr

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import forked
 import pytest
@@ -191,39 +190,20 @@ def test_a_checkpoint_of_a_package_that_is_not_trusted_is_refused_and_says_what_
     assert "my_package" not in sys.modules
 
 
-def trust_on_the_line(patch: pytest.MonkeyPatch) -> list[str]:
-    return ["trust=[my_package]"]
-
-
-def trust_in_the_environment(patch: pytest.MonkeyPatch) -> list[str]:
-    patch.setenv("RUNNER_TRUST", "another_package,my_package")
-    return []
-
-
-def trust_in_a_local_file(patch: pytest.MonkeyPatch) -> list[str]:
-    Path("mine/local").mkdir()
-    Path("mine/local/default.yaml").write_text("# @package _global_\ntrust: [my_package]\n")
-    return ["--config-dir", "mine"]
-
-
-@pytest.mark.parametrize("way", [trust_on_the_line, trust_in_the_environment, trust_in_a_local_file])
+@pytest.mark.parametrize(
+    ("words", "environment", "local"),
+    [
+        (("trust=[my_package]",), "", ""),
+        ((), "another_package,my_package", ""),
+        (("--config-dir", "mine"), "", "# @package _global_\ntrust: [my_package]\n"),
+    ],
+)
 @pytest.mark.usefixtures("importable")
-def test_a_checkpoint_of_a_trusted_package_is_evaluated(way: Any, copied, accepted, monkeypatch):
-    accepted(*EVAL, *way(monkeypatch))
+def test_a_checkpoint_of_a_trusted_package_is_evaluated(words, environment, local, copied, accepted, monkeypatch):
+    monkeypatch.setenv("RUNNER_TRUST", environment)
+    Path("mine/local").mkdir()
+    Path("mine/local/default.yaml").write_text(local)
+    accepted(*EVAL, *words)
     found = json.loads(Path("run/eval_test.json").read_text())
     summary = json.loads(Path("run/summary.json").read_text())
     assert found["metrics"] == summary["test"]
-
-
-def test_trust_works_in_a_process_of_its_own(copied):
-    done = program(copied, *EVAL, "trust=[my_package]", "--config-dir", "mine")
-    assert done.returncode == 0, done.stderr
-    assert "accuracy" in done.stdout
-
-
-def test_a_mistake_in_an_option_of_ones_own_names_its_file(copied, rejected, importable):
-    path = copied / "mine" / "model" / "mynet.yaml"
-    path.write_text(path.read_text().replace("width", "widht"))
-    result = rejected(*TRAIN)
-    assert "model.widht: is not an argument of my_package.parts.Net; did you mean 'width'?" in result.err
-    assert f"from: {path}" in result.err

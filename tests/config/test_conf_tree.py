@@ -6,7 +6,6 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,12 +34,6 @@ files = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relativ
 def compose(compose: Callable[..., Composition]) -> Callable[..., Composition]:
     """What words amount to; of several values, the first."""
     return lambda *words, verb="train": compose("--multirun", *words, verb=verb)
-
-
-def test_all_groups_of_the_design_are_there():
-    wanted = "model data transform optimizer scheduler loss task logger callbacks performance reproducibility"
-    assert set(SOURCES.groups()) >= {*wanted.split(), "experiment", "debug", "sweep"}
-    assert all(SOURCES.options(group) for group in SOURCES.groups())
 
 
 @groups
@@ -85,19 +78,15 @@ def test_the_command_at_the_head_of_a_verbs_config_is_understood(name, compose):
 
 
 @files
-def test_every_key_has_a_comment_on_its_line(path):
+def test_every_file_begins_with_a_sentence_and_every_key_has_a_comment_on_its_line(path):
     lines = path.read_text().splitlines()
+    first = next(line for line in lines if not line.startswith("# @"))
+    assert re.fullmatch(r"# \S.{10,}[.?]", first), first
     for key, at, value in walk(compose_yaml(path)):
         is_block = isinstance(value, yaml.CollectionNode) and not value.flow_style
         if at is not value and not is_block and not key.startswith("defaults"):
             line = lines[at.start_mark.line]
             assert re.search(r"  # \S.{3,}", line), f"{key} in line {at.start_mark.line + 1}: {line}"
-
-
-@files
-def test_every_file_begins_with_a_sentence(path):
-    first = next(line for line in path.read_text().splitlines() if not line.startswith("# @"))
-    assert re.fullmatch(r"# \S.{10,}[.?]", first), first
 
 
 @groups
@@ -160,19 +149,6 @@ def test_every_top_level_key_of_the_files_is_in_the_schema(verb):
     assert set(values) <= set(keys.hints(schema))
     for key in keys.flatten({name: value for name, value in values.items() if name not in ("callbacks", "logger")}):
         assert keys.find(schema, key) is not None, key
-
-
-def test_keys_that_must_be_given_are_given_by_groups(compose):
-    values = compose().values
-    required = [f.name for f in dataclasses.fields(Train) if f.default is f.default_factory is dataclasses.MISSING]
-    for name in required:
-        node = values[name]
-        assert "_target_" in (node["dataset"] if name == "data" else node)
-        assert name in SOURCES.groups()
-
-
-def test_the_tree_is_found_in_a_checkout():
-    assert shipped() == Path(__file__).resolve().parents[2] / "conf"
 
 
 def test_parts_of_options_cannot_be_listed_but_are_used():

@@ -18,7 +18,7 @@ from runner.engine.errors import BadMetric, Diverged, Preempted
         (UserError("seed", "cannot be -1"), USAGE, "seed: cannot be -1"),
         (DataFailed("a worker died"), FAILED, "a worker died"),
         (BadMetric("a metric is not a number", "a float"), USAGE, "a metric is not a number\n    allowed: a float"),
-        (Diverged("the loss is nan"), DIVERGED, "diverged: the loss is nan"),
+        (Diverged("the loss is nan"), DIVERGED, "diverged: the loss is nan"),  # and says what to try
         (Preempted("SIGTERM"), PREEMPTED, "stopped by SIGTERM"),
     ],
 )
@@ -27,6 +27,7 @@ def test_errors_of_the_program_carry_their_exit_code(error: Exception, code: int
     assert found[:2] == (code, sentence)
     assert found[2].startswith(sentence)
     assert "Traceback" not in found[2]
+    assert ("grad_clip.norm=1.0" in found[2]) == (code == DIVERGED)
 
 
 def test_each_exit_code_has_one_meaning() -> None:
@@ -44,7 +45,3 @@ def test_an_exit_code_of_other_code_does_not_count() -> None:
     code, sentence, text = explain(Foreign("lost"))
     assert (code, sentence) == (FAILED, "Foreign: lost")
     assert "Foreign: lost" in text
-
-
-def test_divergence_says_what_to_try() -> None:
-    assert "grad_clip.norm=1.0" in explain(Diverged("the loss is nan"))[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runner.config.freezing import Entry, entries, moment
+from runner.config.rules import Entry, entries, moment
 
 
 def test_a_moment_is_a_number_of_steps_or_of_epochs():

@@ -6,12 +6,10 @@ import pytest
 import yaml
 
 from runner.base.errors import ConfigError, UserError
-from runner.cli import main
 from runner.config import keys, overrides
 from runner.config.schema.train import Train
 from runner.config.sources import Sources
 from runner.config.synonyms import MEANINGS
-from runner.config.validate import typed
 
 PREFIXES = ("", "+", "++")
 # A key of the schema, one of a section, one of a component, one that a component's file omits, a group.
@@ -24,21 +22,11 @@ def examine(*words: str, multirun: bool = False) -> overrides.CheckedOverrides:
     return overrides.check_overrides(words, Train, Sources(), multirun)
 
 
-@pytest.mark.parametrize("word", WORDS[::2])
+@pytest.mark.parametrize("word", WORDS)
 def test_key_plus_key_and_plus_plus_key_mean_the_same(word, compose):
     plain, *others = (compose(prefix + word) for prefix in PREFIXES)
     assert plain.overrides == [word]
     assert others == [plain, plain]
-
-
-@pytest.mark.parametrize("word", WORDS)
-def test_the_three_spellings_print_the_same_config(word, workdir, capsys):
-    texts = []
-    for prefix in PREFIXES:
-        assert main(["train", "--cfg", "job", "--resolve", prefix + word]) == 0
-        texts.append(capsys.readouterr().out)
-    assert len(set(texts)) == 1
-    assert yaml.safe_load(texts[0])["epochs"] == 30
 
 
 def test_the_recorded_overrides_are_canonical_and_give_the_same_config_again(accepted, compose):
@@ -61,8 +49,8 @@ VALUES = [
     ("optimizer={lr:0.5,maximize:true}", "optimizer.betas", [0.9, 0.999]),
     (
         "callbacks=[default,early_stopping]",
-        "callbacks.lr_monitor._target_",
-        "runner.engine.callbacks.LearningRateMonitor",
+        "callbacks.lr_monitor",
+        {"_target_": "runner.engine.callbacks.LearningRateMonitor"},
     ),
     ("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience", 5),
     ("~model.dropout", "model.dropout", ...),
@@ -103,7 +91,6 @@ def test_one_wrong_word_hides_no_other():
         ("+hydra.job.env_set.A=1", "+hydra.job.env_set.A=1"),
         ("seed=range(3)", "seed=range(3)"),
         ("seed='1,2'", "seed='1,2'"),
-        ("seed=int(interval(1,5))", "seed=int(interval(1,5))"),
         ("logger=none,csv", "logger=none,csv"),
         ("model=glob([m*,s*])", "model=mlp,small_cnn,smp"),  # a pattern stands for the options of a group
         ("model=glob([m*,s*],exclude=s*)", "model=mlp"),
@@ -149,6 +136,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("-m seed=glob(*)", "seed", "cannot be glob(...), which is for groups"),
     ("-m seed=range(0)", "seed", "has no values"),
     ("-m model=interval(1,2)", "model", "is chosen by name"),
+    ("-m seed=int(interval(1,5))", "seed", "cannot be an interval|sweep=optuna"),
 ]
 
 
@@ -162,24 +150,18 @@ def test_a_wrong_word_is_told_with_what_is_meant(line, key, says):
     assert "transform" not in text
 
 
-@pytest.mark.parametrize(
-    ("key", "close"),
-    [
-        ("weight_decay", "optimizer.weight_decay"),
-        ("batch_size", "data.batch_size"),
-        ("train.betas", "optimizer.betas"),
-        ("modle", "model"),
-        ("data.bathc_size", "data.batch_size"),
-        ("checkpoints.keep", "checkpoint.keep"),
-        ("label_smothing", "loss.label_smoothing"),
-        ("qqqqqq", ""),
-    ],
-)
-def test_an_unknown_key_gets_the_nearest_of_those_that_the_call_has(key, close, compose):
+CLOSE = {
+    "weight_decay": "optimizer.weight_decay", "batch_size": "data.batch_size", "train.betas": "optimizer.betas", "modle": "model",
+    "data.bathc_size": "data.batch_size", "checkpoints.keep": "checkpoint.keep", "label_smothing": "loss.label_smoothing",
+    "qqqqqq": "",
+}  # fmt: skip
+
+
+def test_an_unknown_key_gets_the_nearest_of_those_that_the_call_has(compose):
     with pytest.raises(ConfigError) as caught:
-        compose(f"{key}=1")
-    [problem] = caught.value.problems
-    assert (problem.key, problem.nearest, problem.origin) == (key, close, f"the override {key}=1")
+        compose(*(f"{key}=1" for key in CLOSE))
+    assert {problem.key: problem.nearest for problem in caught.value.problems} == CLOSE
+    assert {problem.origin for problem in caught.value.problems} == {f"the override {key}=1" for key in CLOSE}
 
 
 @pytest.mark.parametrize(("name", "meant"), MEANINGS.items())
@@ -201,10 +183,7 @@ def test_what_other_programs_call_a_key_leads_to_one_that_exists(name, meant):
         ("--multrun", "did you mean '--multirun'"),
         ("-p model", "--package is refused"),
         ("--experimental-rerun x", "a pickle, which could run anything; use ckpt_path= instead"),
-        (
-            "--config-path x",
-            "--config-path is refused: it would replace the configs of the program; add yours with --config-dir",
-        ),
+        ("--config-path x", "--config-path is refused: it would replace the configs of the program"),
         ("-c conf", "invalid choice: 'conf'"),
         ("--zzzz", "no flag --zzzz"),
     ],
@@ -216,21 +195,7 @@ def test_a_wrong_flag_is_told_with_the_key_that_is_meant(line, says):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "meant"),
-    [
-        ("resume", "last", "ckpt_path=last"),
-        ("checkpoint", "last", "ckpt_path"),
-        ("amp", 16, "fp16"),
-        ("dtype", "float16", "amp=fp16"),
-    ],
-)
-def test_a_wrong_value_is_told_with_the_one_that_is_meant(key, value, meant):
-    problems = {problem.key: problem for problem in typed(Train, {key: value})[1]}
-    assert problems[key].nearest == meant
-
-
-@pytest.mark.parametrize(
-    ("name", "says"), [("absent", "there is no folder"), ("file", "is a file"), ("empty", "has no .yaml file")]
+    ("name", "says"), [("absent", "is not a folder"), ("file", "is not a folder"), ("empty", "has no .yaml file")]
 )
 def test_a_config_folder_that_cannot_be_used_is_told(name, says, tmp_path):
     (tmp_path / "file").write_text("seed: 1")

@@ -105,16 +105,8 @@ def test_a_run_of_an_earlier_version_with_such_numbers_is_continued_and_evaluate
     accepted("eval", "ckpt_path=run", "threads=1", "trust=[own_sets]")
     # The command that began it, which had no numbers
     Path("run/summary.json").write_text(Path("run/summary.json").read_text().replace('"finished"', '"killed"'))
-    words = (
-        GREY,
-        "epochs=4",
-        "max_steps=2",
-        "data.batch_size=20",
-        "hydra.run.dir=run",
-        "resume=auto",
-        "trust=[own_sets]",
-    )
-    assert "resumed from" in accepted("train", *QUICK, *words).out
+    words = "epochs=4 max_steps=2 data.batch_size=20 hydra.run.dir=run resume=auto trust=[own_sets]"
+    assert "resumed from" in accepted("train", *QUICK, GREY, *words.split()).out
 
 
 @pytest.mark.parametrize(

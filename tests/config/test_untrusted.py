@@ -71,17 +71,6 @@ def test_a_target_that_downloads_or_writes_is_built_in_its_own_section_alone(tar
         assert "trust=" not in problem.allowed
 
 
-def test_the_users_word_counts_in_its_own_section_alone(compose: Compose) -> None:
-    line = compose("data=mnist")
-    node = {"_target_": "runner.data.sources.torchvision_sets.mnist", "root": "evil", "download": True}
-    with pytest.raises(ConfigError, match=r"loss\._target_"):
-        merge_with_checkpoint(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
-    own = {"_target_": "strange_package.Net"}
-    line = compose("model._target_=strange_package.Net")
-    with pytest.raises(ConfigError, match=r"loss\._target_"):
-        merge_with_checkpoint(stored.dump(with_node(line.values, "loss", own)), "theirs.pt", line)
-
-
 def test_downloads_of_data_are_off_at_every_depth(compose: Compose) -> None:
     inner = {"_target_": "torchvision.datasets.MNIST", "root": "evil", "download": True}
     node = {
@@ -169,15 +158,16 @@ def test_a_file_may_build_nothing_strange_wherever_it_names_it(key, compose):
     assert [word for word in ("trust=[os]", "conf/local", "RUNNER_TRUST") if word not in problem.allowed] == []
 
 
-def test_what_the_command_line_names_is_the_users_word(compose):
-    values = compose("model=mlp").values
-    values["model"] = {"_target_": "strange_package.Net"}
-    with pytest.raises(ConfigError):
-        merge_with_checkpoint(stored.dump(values), "theirs.pt", compose())
-    loaded, _ = merge_with_checkpoint(stored.dump(values), "theirs.pt", compose("model._target_=strange_package.Net"))
-    assert loaded["model"]["_target_"] == "strange_package.Net"
-    loaded, _ = merge_with_checkpoint(stored.dump(values), "theirs.pt", compose("model=small_cnn"))
-    assert loaded["model"]["_target_"] == "runner.models.small_cnn.SmallCNN"
+def test_what_the_command_line_names_is_the_users_word_in_its_own_section_alone(compose):
+    own, mnist = {"_target_": "strange_package.Net"}, {"_target_": "runner.data.sources.torchvision_sets.mnist"}
+    text = stored.dump(with_node(compose("model=mlp").values, "model", own))
+    for word in ("model._target_=strange_package.Net", "model=small_cnn"):
+        loaded, _ = merge_with_checkpoint(text, "theirs.pt", line := compose(word))
+        assert loaded["model"]["_target_"] == line.values["model"]["_target_"]
+    for words, node in (("model._target_=strange_package.Net", own), ("data=mnist", mnist)):
+        line = compose(words)
+        with pytest.raises(ConfigError, match=r"loss\._target_"):
+            merge_with_checkpoint(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
 
 
 @pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b", "line\nend", "\x1b[2J", "x" * 300, ""])
@@ -306,9 +296,7 @@ def test_trust_that_was_given_is_not_advised_again() -> None:
 @pytest.mark.parametrize(("name", "reason"), [("ImageFolder", "No such file"), ("MNIST", "Dataset not found")])
 def test_files_that_are_not_there_are_a_sentence_for_a_nested_data_set_too(name: str, reason: str) -> None:
     inner = {"_target_": f"torchvision.datasets.{name}", "root": "/nowhere"}
-    for key, node in (
-        ("", inner),
-        (r"\.datasets\.0", {"_target_": "torch.utils.data.ConcatDataset", "datasets": [inner]}),
-    ):
+    outer = {"_target_": "torch.utils.data.ConcatDataset", "datasets": [inner]}
+    for key, node in (("", inner), (r"\.datasets\.0", outer)):
         with pytest.raises(UserError, match=rf"^data\.dataset{key}: .*{name} refuses its arguments: .*{reason}"):
             build("data.dataset", node)

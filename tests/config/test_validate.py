@@ -12,7 +12,6 @@ import pytest
 from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import keys
 from runner.config.keys import describe
-from runner.config.load import resolve_config
 from runner.config.rules import conflicts
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval
@@ -61,13 +60,6 @@ def test_what_a_key_may_hold_is_taken_as_it_is(key, value):
     assert (config.data.batch_size, config.data.split.val, config.model) == (64, 0.1, NODE)
 
 
-def test_a_name_that_yaml_reads_as_a_number_is_text():
-    config, _ = typed(Train, with_value("name", 12))
-    assert config is not None
-    assert config.name == "12"
-
-
-OTHERS = (0, 1, 2, 0.5, None, {"a": 1})
 WRONG = [
     ("epochs", "many", "cannot be many", "a whole number of at least 1 or null"),
     ("epochs", 0, "cannot be 0", "a whole number of at least 1 or null"),
@@ -91,10 +83,8 @@ WRONG = [
     ("callbacks.mine", 3, "cannot be 3", "a mapping with _target_"),
     ("metrics.f1", "f1", "cannot be f1", "a mapping with _target_"),
     ("ckpt_path", {"a": 1}, "cannot be {a: 1}", "text or null"),
-    *(
-        ("activation_checkpointing", value, "cannot be ", "true, false, text or a list, each item text")
-        for value in OTHERS
-    ),
+    ("activation_checkpointing", 0.5, "cannot be 0.5", "true, false, text or a list, each item text"),
+    ("activation_checkpointing", None, "cannot be null", "true, false, text or a list, each item text"),
 ]
 
 
@@ -103,8 +93,7 @@ WRONG = [
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(key, value, message, allowed):
     found = problem(key, value)
-    assert (found.key, found.allowed) == (key, allowed)
-    assert found.message.startswith(message)
+    assert (found.key, found.message, found.allowed) == (key, message, allowed)
 
 
 def test_an_item_of_a_list_of_components_is_named_by_its_number():
@@ -112,9 +101,15 @@ def test_an_item_of_a_list_of_components_is_named_by_its_number():
     assert (found.key, found.message, found.allowed) == ("transform.train.1", "cannot be 3", "a mapping with _target_")
 
 
-def test_a_misspelt_choice_gets_the_nearest_one():
-    assert problem("data.placement", "dvice").nearest == "device"
-    assert problem("deterministic", "wran").nearest == "warn"
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("data.placement", "dvice", "device"), ("deterministic", "wran", "warn"), ("resume", "last", "ckpt_path=last"),
+        ("checkpoint", "last", "ckpt_path"), ("amp", 16, "fp16"), ("dtype", "float16", "amp=fp16"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_gets_the_one_that_is_meant(key, value, meant):
+    assert problem(key, value).nearest == meant
 
 
 @pytest.mark.parametrize(
@@ -173,6 +168,7 @@ def test_components_are_found_wherever_the_schema_has_them():
         (["epochs=3", "epochs=0"], "epochs", "epochs=0"),  # the last one
         (["grad_clip={norm: -1}"], "grad_clip.norm", "grad_clip={norm: -1}"),
         (["++epochs=0"], "epochs", "epochs=0"),
+        (["epochs=0", "model.widht=1"], "model.widht", "model.widht=1"),
         (["--config-dir", "mine", "experiment=own", "epochs=-3"], "epochs", "epochs=-3"),  # rather than the file
     ],
 )
@@ -217,13 +213,6 @@ def test_a_value_of_the_base_that_options_share_comes_from_there(compose):
     assert Path(file).read_text().splitlines()[int(line) - 1].startswith("prefetch:")
 
 
-def test_every_problem_is_raised_with_its_origin(compose):
-    with pytest.raises(ConfigError) as caught:
-        resolve_config(compose("epochs=0", "model.widht=1"), Train)
-    origins = {p.key: p.origin for p in caught.value.problems}
-    assert origins == {"epochs": "the override epochs=0", "model.widht": "the override model.widht=1"}
-
-
 # Rules between keys
 
 
@@ -231,6 +220,10 @@ def config(**values: Any) -> Train:
     found, problems = typed(Train, copy.deepcopy(LEAST) | values)
     assert found is not None, [problem.lines() for problem in problems]
     return found
+
+
+def test_a_name_that_yaml_reads_as_a_number_is_text():
+    assert config(name=12).name == "12"
 
 
 @pytest.mark.parametrize(
@@ -275,7 +268,6 @@ def config(**values: Any) -> Train:
 def test_combinations_that_cannot_be_run_are_refused_and_no_others(values: dict[str, Any], refused: list[str]) -> None:
     found = conflicts(config(**values))
     assert [problem.key for problem in found] == refused
-    assert all(problem.allowed and problem.message for problem in found)
 
 
 # Words of a command line, the key, and what is said about it; with no key there is no problem.
@@ -292,6 +284,7 @@ averaging.recalibrate_batches=3 ema=0.9 | averaging.recalibrate_batches | has no
 grad_clip.agc=0 | grad_clip.agc | cannot be 0
 data.batch_size=automatic | data.batch_size | cannot be automatic
 data.batch_size=0 | data.batch_size | cannot be 0
+audit data.batch_size=auto | data.batch_size | may find another number for each side
 unfreeze_at=100 | unfreeze_at | has no effect, as freeze names nothing
 freeze=[stem] unfreeze_at=soon | unfreeze_at | is not valid: 'soon' is not a number of optimizer steps
 freeze=[stem@2h] | freeze | is not valid: '2h' is not a number of optimizer steps
@@ -325,16 +318,11 @@ model.head=[]
 @pytest.mark.parametrize("row", WORDS.strip().splitlines())
 def test_what_a_command_line_cannot_ask_for_is_a_problem_of_its_key(row: str, problems: Any) -> None:
     words, *expected = row.split(" | ")
-    found = problems(*words.split())
+    verb = {"verb": "audit"} if words.startswith("audit ") else {}
+    found = problems(*words.removeprefix("audit ").split(), **verb)
     assert list(found) == expected[:1]
     for problem in found.values():
         assert expected[1] in problem.message
-        assert problem.allowed
-
-
-@pytest.mark.parametrize("verb", ["audit", "bench"])
-def test_what_is_compared_has_a_batch_size_of_its_own(verb: str, problems: Any) -> None:
-    assert list(problems("data.batch_size=auto", verb=verb)) == ["data.batch_size"]
 
 
 # Words for what is allowed

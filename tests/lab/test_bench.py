@@ -242,7 +242,7 @@ def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
     def call(*words: str) -> tuple[Bench, Composition]:
         if words not in _KNOWN:
             with opened("bench", words) as command:
-                _KNOWN[words] = resolve_config(command.composition, Bench), command.composition
+                _KNOWN[words] = resolve_config(command, Bench), command
         return _KNOWN[words]
 
     return call

@@ -26,8 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runner.base.errors import ConfigError, Problem, nearest
 from runner.config.keys import ANY_KEY, closest
-from runner.config.sources import Sources, shipped
-from runner.config.yaml_files import mistakes_in, refusing
+from runner.config.sources import Sources, shipped, text_of
+from runner.config.yaml_files import refusing
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -38,6 +38,8 @@ _PLACE = re.compile(r"In '(.*?)': ?")
 _UNKNOWN = re.compile(r"Key '(.*?)' (?:is )?not in (?:struct|'\w+')")
 _ABSENT = re.compile(r"Could not delete from config\. '(.*)' does not exist")
 
+REFUSALS = (HydraException, OmegaConfBaseException, ValueError, RecursionError)
+"""What Hydra raises for a mistake of the user's; ValueError is for a list of defaults."""
 REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm"}
 """Launchers of plugins of Hydra, and the launcher of this program that replaces each."""
 
@@ -61,15 +63,14 @@ def application(verb: str, sources: Sources) -> Iterator[None]:
 
 @contextlib.contextmanager
 def files_checked() -> Iterator[None]:
-    """Each config file is checked before Hydra reads it, and mistakes of YAML have a line."""
+    """Hydra reads no file that is special or large, and mistakes of YAML have the file and a line."""
     Plugins.instance()  # registers the sources of configs
     source: Any = SourcesRegistry.instance().resolve("file")
     load_config = source.load_config
 
     def check_and_load(self: Any, config_path: str) -> Any:
         path = Path(self.path, self._normalize_file_name(config_path))
-        if problems := mistakes_in(path):
-            raise ConfigError(problems)
+        text_of(path)
         with refusing(path):
             return load_config(self, config_path)
 
@@ -142,7 +143,7 @@ def show(verb: str, argv: list[str]) -> int:
             hydra.main(config_path=str(shipped()), config_name=verb, **_VERSION_BASE)(task)()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except (HydraException, OmegaConfBaseException) as error:
+    except REFUSALS as error:
         raise ConfigError([as_problem(error)]) from error
     finally:
         sys.argv = saved

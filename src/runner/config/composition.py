@@ -1,37 +1,41 @@
-"""The values that a command line and the config files give together, before validation, and where each came from."""
+"""A command of a verb: its words, the values that they and the config files give together, and where each came from."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import Problem
+from runner.base.errors import Problem, UserError
 from runner.config.gone import explained
-from runner.config.keys import at, key_of, within
+from runner.config.keys import OF_THE_SWEEP, at, key_of, within
+from runner.config.schema.train import Train
 from runner.config.sources import Option, Sources
 from runner.config.yaml_files import inherited_by, line_of
 
 
 @dataclass(frozen=True)
 class Composition:
-    """The config of a job before any validation."""
+    """One command, or one job of it, before any validation; `runner.config.load.compose` fills in what Hydra says."""
 
-    values: dict[str, Any]  # plain containers, interpolations resolved
-    overrides: list[str]  # canonical ones of the command line, without those of `hydra.*`
-    group_choices: dict[str, str]
-    sources: Sources
+    schema: type[Train]  # of the verb
     primary: str  # name of the primary config
+    sources: Sources
+    flags: list[str] = field(default_factory=list)  # those that each job needs too, such as --config-dir=mine
+    is_sweep: bool = False  # by the flag --multirun, an override or a preset
+    accepted: list[str] = field(default_factory=list)  # overrides as Hydra is given them, some with several values
+    overrides: list[str] = field(default_factory=list)  # canonical ones of the first job, without those of `hydra.*`
+    values: dict[str, Any] = field(default_factory=dict)  # plain containers, interpolations resolved
+    group_choices: dict[str, str] = field(default_factory=dict)
+    hydra: dict[str, tuple[str, Any]] = field(
+        default_factory=dict
+    )  # names and settings of a sweep's launcher and sweeper
+    run_dir: Path | None = None  # folder that `hydra.run.dir` names
     job_dir: Path | None = None  # folder that a sweep gives to this job
-    run_dir: Path | None = None  # folder that `hydra.run.dir` names; both for a job that a cluster starts
     continues: bool = False  # what the same job of a sweep began in `job_dir`
     supervised: bool = False  # by the process of a sweep, which decides when it ends
-
-    def in_folder(self, folder: Path) -> Composition:
-        """The composition for a job of a sweep, which gets a folder."""
-        return dataclasses.replace(self, job_dir=folder, run_dir=None)
 
     @property
     def resumes(self) -> bool:
@@ -48,6 +52,25 @@ class Composition:
     def runs(self) -> Path:
         """The folder that run directories of this name are made in."""
         return Path(str(self.values["output_root"])) / str(self.values["name"])
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides without those about a sweep as a whole."""
+        return [word for word in self.accepted if not _is_about_sweep(word)]
+
+    @property
+    def place(self) -> Path | None:
+        """The folder of the sweep, if `sweep.dir` or `hydra.sweep.dir` names one."""
+        named = [word for word in self.accepted if key_of(word) == "hydra.sweep.dir"]
+        given = named[-1].split("=", 1)[1].strip("'\"") if named else self.values["sweep"]["dir"]
+        return Path(str(given)) if given is not None else None
+
+    def refuse_keys_of_sweeps(self, why: str, allowed: str) -> None:
+        """Refuse keys about a sweep as a whole; raises `UserError` for the first one."""
+        for key in (key_of(word) for word in self.accepted if _is_about_sweep(word)):
+            # One that is gone from sweeps too has its own advice
+            problem = explained(Problem(key, why, "sweep=optuna too" if key.startswith("search.") else allowed))
+            raise UserError(problem.key, problem.message, problem.allowed)
 
     def origin(self, key: str) -> str:
         """The source of the value of a dotted key: `the override ...`, a file, or an empty string."""
@@ -94,3 +117,8 @@ class Composition:
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in (explained(problem, at(self.values, problem.key)) for problem in problems)
         ]
+
+
+def _is_about_sweep(word: str) -> bool:
+    """Tell whether an override sets a key about a sweep as a whole; `sweep=PRESET` selects a preset, and is not one."""
+    return within(key := key_of(word), OF_THE_SWEEP) and key != "sweep"

@@ -143,6 +143,19 @@ def at(values: Any, key: str) -> Any:
     return values
 
 
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key of nested mappings, or delete it if the value is `...`; what is in the way becomes a mapping."""
+    *parents, last = key.split(".")
+    for part in parents:
+        if not isinstance(values.get(part), dict):
+            values[part] = {}
+        values = values[part]
+    if value is ...:
+        values.pop(last, None)
+    else:
+        values[last] = value
+
+
 def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every (dotted key, value) of nested mappings and lists, outer ones first; items of lists by number."""
     yield prefix, value

@@ -12,26 +12,22 @@ import copy
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from runner.base import slurm
 from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config import keys, overrides
-from runner.config.app import application, as_problem, merged_once, show
+from runner.config.app import REFUSALS, application, as_problem, merged_once, show
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain, with_changes
-from runner.config.gone import explained
-from runner.config.keys import OF_THE_SWEEP, key_of, says, within
+from runner.config.keys import key_of, says, within
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.overrides import CheckedOverrides, check_overrides, parse_flags
 from runner.config.rules import conflicts
@@ -41,79 +37,18 @@ from runner.config.schema.train import Train
 from runner.config.sources import Sources, searchpath_folder, text_of
 from runner.config.space import with_space
 from runner.config.targets import FACTS, bind, preferred_data, targets_in
-from runner.config.validate import nodes, shown, typed
-from runner.config.yaml_files import compose as compose_yaml
-from runner.config.yaml_files import walk
+from runner.config.validate import nodes, typed
 
 T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
+_OF_SWEEPS = ("launcher", "sweeper")  # parts of Hydra's own config
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command line with its first job composed; inside `opened`, it composes others."""
-
-    schema: type[Train]  # of the verb
-    flags: argparse.Namespace  # those of Hydra
-    accepted: list[str]  # the overrides, as Hydra is given them
-    sources: Sources
-    composition: Composition
-    cfg: DictConfig  # the composition with `hydra`
-
-    @property
-    def is_sweep(self) -> bool:
-        """Tell whether there are several jobs: by the flag, or by a selected preset."""
-        return bool(self.flags.multirun) or str(self.cfg.hydra.mode or "").endswith("MULTIRUN")
-
-    def problems_of(self, composition: Composition) -> list[Problem]:
-        """The problems of a job that are known without torch."""
-        return problems_without_imports(composition, self.schema)
-
-    def composed(self, words: Sequence[str]) -> Composition:
-        """The composition of a job with other overrides."""
-        checked, known = CheckedOverrides([*words]), list(keys.flatten(self.composition.values))
-        return compose(self.composition.primary, checked, self.sources, also=self.problems_of, known=known)[0]
-
-    def chosen(self, group: str) -> str:
-        """The option of a group of Hydra's own."""
-        return str(self.cfg.hydra.runtime.choices.get(group))
-
-    @property
-    def words(self) -> list[str]:
-        """The overrides without those about the sweep as a whole."""
-        return [word for word in self.accepted if not _is_about_sweep(word)]
-
-    @property
-    def place(self) -> Path | None:
-        """The folder of the sweep, if `sweep.dir` or `hydra.sweep.dir` names one."""
-        named = [word for word in self.accepted if key_of(word) == "hydra.sweep.dir"]
-        given = named[-1].split("=", 1)[1].strip("'\"") if named else self.composition.values["sweep"]["dir"]
-        return Path(str(given)) if given is not None else None
-
-    @property
-    def flags_of_jobs(self) -> list[str]:
-        """The flags, as far as one job alone needs them."""
-        named = {"--config-dir": self.flags.config_dir, "--config-name": self.flags.config_name}
-        return [f"{flag}={value}" for flag, value in named.items() if value]
-
-    def refuse_keys_of_sweeps(self, why: str, allowed: str) -> None:
-        """Refuse keys about a sweep as a whole; raises `UserError` for the first one."""
-        for key in (key_of(word) for word in self.accepted if _is_about_sweep(word)):
-            # One that is gone from sweeps too has its own advice
-            problem = explained(Problem(key, why, "sweep=optuna too" if key.startswith("search.") else allowed))
-            raise UserError(problem.key, problem.message, problem.allowed)
-
-
-def _is_about_sweep(word: str) -> bool:
-    """Tell whether an override sets a key about a sweep as a whole; `sweep=PRESET` selects a preset, and is not one."""
-    return within(key := key_of(word), OF_THE_SWEEP) and key != "sweep"
-
-
 @contextlib.contextmanager
-def opened(verb: str, argv: Sequence[str]) -> Iterator[Command | int]:
+def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | int]:
     """Parse, check and compose a command line, with Hydra set up to compose further jobs.
 
     Yields the exit status instead if the command line asks Hydra to show something.
@@ -139,12 +74,17 @@ def opened(verb: str, argv: Sequence[str]) -> Iterator[Command | int]:
             raise ConfigError(problems)
         yield show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
         return
-    primary = (flags.config_name or verb).removesuffix(".yaml")
-    also = functools.partial(problems_without_imports, schema=schema)
+    named = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
+    command = Composition(
+        schema,
+        primary=(flags.config_name or verb).removesuffix(".yaml"),
+        sources=sources,
+        flags=[f"{flag}={value}" for flag, value in named.items() if value],
+        is_sweep=bool(flags.multirun),
+    )
     # Jobs of a sweep differ in a few words, so what they share is merged once
     with application(verb, sources), merged_once() if several else contextlib.nullcontext():
-        composition, cfg = compose(primary, checked, sources, also=also)
-        yield Command(schema, flags, checked.accepted, sources, composition, cfg)
+        yield compose(command, checked)
 
 
 def sources_of(flags: argparse.Namespace) -> Sources:
@@ -166,69 +106,69 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
     return sweeps and "hydra.mode=RUN" not in plain
 
 
-def compose(
-    primary: str,
-    checked: CheckedOverrides,
-    sources: Sources,
-    *,
-    also: Callable[[Composition], list[Problem]],
-    known: Sequence[str] = (),
-) -> tuple[Composition, DictConfig]:
-    """Compose the first job inside `application`, before folders are made, callbacks run and loggers are built.
+def compose(command: Composition, checked: CheckedOverrides, imports: bool = False) -> Composition:
+    """Compose the first job of a command inside `application`, before folders are made, callbacks run and loggers are built.
 
     Args:
-        primary: name of the primary config.
+        command: what is called, or another job of the same command.
         checked: the overrides.
-        sources: the folders of configs.
-        also: finds problems of the composition, to be told with those that were found before.
-        known: keys that an error of Hydra about another key may suggest.
+        imports: whether to report mistakes together with those of components, for which torch is imported.
 
     Raises:
         ConfigError: with every problem found.
     """
     # Problems are collected, so that one start shows all of them
     problems, failure = [*checked.problems, *not_folders(checked.accepted)], list[Problem]()
-    if sources.primary(primary) is None:
-        names = sorted(path.stem for folder in sources.folders for path in folder.glob("*.yaml"))
-        message, close = f"there is no config '{primary}'", nearest(primary, names)
+    if command.sources.primary(command.primary) is None:
+        names = sorted(path.stem for folder in command.sources.folders for path in folder.glob("*.yaml"))
+        message, close = f"there is no config '{command.primary}'", nearest(command.primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     # A sweep is checked by its first job before a folder is made.
-    words, names = overrides.first_of_sweeps(checked.accepted), [*known]
-    canonical = overrides.canonical(word for word in words if not keys.is_of_hydra(word))
-    composition = Composition({}, canonical, {}, sources, primary)
+    words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
+    canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
+    job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
         added = [f"++{key}={{}}" for key in deleted] if "ckpt_path" in map(key_of, words) else []
         app: Any = GlobalHydra.instance().hydra
-        cfg: DictConfig = app.compose_config(primary, [*added, *words], RunMode.RUN)
+        cfg: DictConfig = app.compose_config(command.primary, [*added, *words], RunMode.RUN)
         names = [key for key in keys.flatten(OmegaConf.to_container(cfg, resolve=False)) if key[:6] != "hydra."]
         choices = {str(group): name for group, name in cfg.hydra.runtime.choices.items()}
-        if choices.get("hydra/sweeper") == "basic":
-            problems += overrides.intervals(checked.accepted)
-        chosen = {group: str(name) for group, name in choices.items() if name is not None and "hydra/" not in group}
-        run_dir = Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None
-        composition = dataclasses.replace(composition, group_choices=chosen, run_dir=run_dir)
-        composition = dataclasses.replace(composition, values=_plain(cfg))
+        plain = functools.partial(OmegaConf.to_container, resolve=True)
+        job = dataclasses.replace(
+            job,
+            group_choices={group: str(name) for group, name in choices.items() if name and "hydra/" not in group},
+            hydra={kind: (str(choices.get(f"hydra/{kind}")), plain(cfg.hydra[kind])) for kind in _OF_SWEEPS},
+            is_sweep=command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN"),
+            run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
+        )
+        job = dataclasses.replace(job, values=_plain(cfg))
     except ConfigError as error:
         failure = list(error.problems)
-    except (HydraException, OmegaConfBaseException, RecursionError) as error:
+    except REFUSALS as error:
         failure = [as_problem(error, names)]
-        if composition.group_choices:  # it is composed, and a value of it cannot be resolved
-            failure = composition.with_origins(failure)
+        if job.group_choices:  # it is composed, and a value of it cannot be resolved
+            failure = job.with_origins(failure)
     # Unknown keys wait until here: the nearest key may be one of a component that this config selects.
     problems += checked.unknown_keys(names)
     if failure:
         raise ConfigError([*problems, *failure])
     # A run inside a sweep's folder that resumes is a job of it
-    if composition.run_dir is not None and in_sweep(composition.run_dir) and composition.resumes:
-        composition = dataclasses.replace(composition, job_dir=composition.run_dir)
+    if job.run_dir is not None and in_sweep(job.run_dir) and job.resumes:
+        job = dataclasses.replace(job, job_dir=job.run_dir)
     # Words without effect are probably mistakes, so they are refused too
     problems += overrides.without_effect(checked.accepted)
     if problems:
-        raise ConfigError([*problems, *also(composition)])
-    return composition, cfg
+        others = problems_in(job.values, job, job.schema)[1] if imports else problems_without_imports(job)
+        raise ConfigError([*problems, *others])
+    return job
+
+
+def compose_job(command: Composition, words: Sequence[str]) -> Composition:
+    """Another job of a command, from overrides that are known to be right; see `compose`."""
+    return compose(command, CheckedOverrides([*words]))
 
 
 def _plain(cfg: DictConfig) -> dict[str, Any]:
@@ -284,12 +224,12 @@ def problems_in(
     return config, composition.with_origins(problems, where)
 
 
-def problems_without_imports(composition: Composition, schema: type[T]) -> list[Problem]:
+def problems_without_imports(composition: Composition) -> list[Problem]:
     """The problems of a command line that are known before torch is imported.
 
     Where a checkpoint has the last say on the config, these are the values on the command line of a wrong type.
     """
-    config, problems = problems_in(composition.values, composition, schema, imports=False)
+    config, problems = problems_in(composition.values, composition, composition.schema, imports=False)
     if not may_resume(composition):
         return problems
     given = set(map(key_of, composition.overrides))
@@ -318,8 +258,8 @@ def statistics_of_others(config: Train, composition: Composition) -> list[Proble
     if of_any or not origin or says("data.normalize", composition.overrides):
         return []
     file, read = Path(origin.rpartition(":")[0]), {target for _, target in targets_in(data.dataset)}
-    targets = ("dataset._target_", "data.dataset._target_")
-    own = {str(node.value) for name, _, node in walk(compose_yaml(file)) if name in targets}
+    given = targets_in(yaml.safe_load(text_of(file)))
+    own = {target for key, target in given if key in ("dataset", "data.dataset")}
     # Another class around the same data has the same numbers, and those of trained weights replace them
     if not own or own & read or with_preferred_data(config, composition.overrides).data.normalize != data.normalize:
         return []
@@ -376,23 +316,9 @@ def with_preferred_data(config: T, words: Sequence[str]) -> T:
     return with_changes(config, {f"data.{name}": wanted[name] for name in chosen})
 
 
-def resolve_changes(
-    config: T, changes: Mapping[str, Any], composition: Composition, prefix: str = ""
-) -> tuple[T | None, list[Problem]]:
-    """The config with other values under dotted keys, validated, and the problems that they cause.
-
-    `prefix` says where the keys stand on the command line, such as `vary.`.
-
-    Raises:
-        UserError: if a key lies inside what is not a section.
-    """
+def problems_with(config: Train, changes: Mapping[str, Any], composition: Composition) -> list[Problem]:
+    """The problems that a validated config of a command line has with other values under dotted keys."""
     values = to_plain(config)
     for key, value in changes.items():
-        *path, last = key.split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise UserError(prefix + key, f"does not exist here, as {part} is {shown(section)}")
-        section[last] = copy.deepcopy(value)
-    return problems_in(values, composition, type(config))
+        keys.put(values, key, copy.deepcopy(value))
+    return problems_in(values, composition, type(config))[1]

@@ -70,9 +70,7 @@ def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], kno
     if not meant and (name in known or len(name) > 1 or key_meant(name)):
         key = name if name in known else keys.closest(name, sorted(known))
         meant = key if "=" in key or not key else f"{key}={value or 'VALUE'}"
-    allowed = (
-        "--multirun, --config-dir DIR, --config-name NAME, --cfg job, --info, --help; a key has no dashes: key=value"
-    )
+    allowed = "--multirun, --config-dir DIR, --config-name NAME, --cfg job, --info, --help; a key has no dashes"
     return UserError(f"there is no flag {flag}", "", allowed, meant)
 
 
@@ -89,12 +87,10 @@ class CheckedOverrides:
         """The problems of keys that nothing knows, each with the closest key of the schema, or of those that were composed."""
         pool = sorted({*self.known, *composed})
         close = {key: keys.closest(key, pool) for key, _ in self.unknown}
-        found = [Problem(key, "is not a key", keys.ANY_KEY, close[key], _from(word)) for key, word in self.unknown]
-        return [explained(problem) for problem in found]
-
-
-def _from(word: str) -> str:
-    return f"the override {word}"
+        return [
+            explained(Problem(key, "is not a key", keys.ANY_KEY, close[key], f"the override {word}"))
+            for key, word in self.unknown
+        ]
 
 
 def parsed(words: Iterable[str]) -> list[Override]:
@@ -120,7 +116,7 @@ def check_overrides(words: Sequence[str], schema: type, sources: Sources, multir
         elif (checked := _checked(override, word, schema, groups, multirun=multirun)) is None:
             result.unknown.append((override.key_or_group, word))
         elif isinstance(checked, Problem):
-            result.problems.append(replace(checked, origin=_from(word)))
+            result.problems.append(replace(checked, origin=f"the override {word}"))
         else:
             result.accepted.append(checked)
     return result
@@ -160,7 +156,8 @@ def _checked(
         word = f"{key}={','.join(name if name.isidentifier() else repr(name) for name in names)}"
         [override] = parsed([word])
     if override.is_sweep_override() and (reason := _wrong_sweep(override, options is not None)):
-        return Problem(key, reason, ", ".join(options or []) or "values such as 1,2 or range(3)")
+        allowed = "values such as 1,2 or range(3), or sweep=optuna with search.KEY={log: [1e-4, 1e-1]}"
+        return Problem(key, reason, ", ".join(options or []) or allowed)
     # A group takes names of options, everything else takes values
     if options is not None and not isinstance(value, dict):
         return _checked_group(override, word, options)
@@ -213,18 +210,10 @@ def _no_option(group: str, name: str, options: list[str]) -> Problem:
 def _wrong_sweep(override: Override, is_group: bool) -> str:
     """The reason why a sweep has no jobs, or an empty string."""
     if override.is_interval_sweep():
-        return "is chosen by name, and an interval has none" if is_group else ""
+        return "is chosen by name, and an interval has none" if is_group else "cannot be an interval"
     if isinstance(override.value(), Glob):
         return "has no option of that pattern" if is_group else "cannot be glob(...), which is for groups of options"
     return "" if any(True for _ in override.sweep_iterator()) else "has no values to sweep over"
-
-
-def intervals(words: Iterable[str]) -> list[Problem]:
-    """A problem for each interval among the overrides, which a sweeper that lists all jobs cannot take."""
-    message = "cannot be an interval, as the sweeper does not choose values"
-    allowed = "sweep=optuna with search.KEY={log: [1e-4, 1e-1]}, a sweeper that does, or values such as 0.001,0.01"
-    found = [override for override in parsed(words) if override.is_interval_sweep()]
-    return [Problem(each.key_or_group, message, allowed, "", _from(str(each.input_line).lstrip("+"))) for each in found]
 
 
 def swept(words: Iterable[str]) -> list[str]:
@@ -238,9 +227,7 @@ def first_of_sweeps(words: Iterable[str]) -> list[str]:
     for override in parsed(words):
         word = str(override.input_line)
         if override.is_sweep_override():
-            value: Any = override.value()
-            first = str(value.start) if override.is_interval_sweep() else next(override.sweep_string_iterator())
-            word = word[: word.index("=") + 1] + first
+            word = word[: word.index("=") + 1] + next(override.sweep_string_iterator())
         firsts.append(word)
     return firsts
 
@@ -251,8 +238,3 @@ def without_effect(words: Iterable[str]) -> list[Problem]:
     allowed = f"without it; of Hydra's keys, these have one: {', '.join(_HYDRA_KEYS)}"
     idle = [key for key in found if key != "hydra" and not keys.within(key, _HYDRA_KEYS)]
     return [Problem(key, "has no effect", allowed) for key in idle]
-
-
-def canonical(words: Iterable[str]) -> list[str]:
-    """Overrides without the plus signs: as they are recorded with a run."""
-    return [word.lstrip("+") for word in words]

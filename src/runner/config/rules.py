@@ -1,4 +1,4 @@
-"""Rules between keys: combinations that cannot be run, and settings without effect next to others.
+"""Rules between keys: combinations that cannot be run, and settings without effect next to others; the entries of `freeze`.
 
 Each rule yields the fields of a `Problem`: the key, what is wrong with it, what to set, and maybe the nearest spelling.
 """
@@ -6,14 +6,15 @@ Each rule yields the fields of a `Problem`: the key, what is wrong with it, what
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, get_origin
 
 from runner.base.durations import DURATION, seconds
 from runner.base.errors import Problem
 from runner.config import keys
-from runner.config.freezing import MOMENT, entries
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
 from runner.config.schema.train import Fsdp, Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
@@ -23,6 +24,9 @@ Broken = Iterator[tuple[str, ...]]
 
 _WHOLE = {"runner.data.sources.masks": "segmentation", "mask": "segmentation"}
 _WHOLE |= {"runner.data.sources.detection": "detection", "boxes": "detection"}
+ALL_BUT_HEAD = "all-but-head"
+MOMENT = "a number of optimizer steps such as 100, or of epochs such as 2ep, from 1 on"
+_MOMENT = re.compile(r"([1-9]\d*)(ep)?")
 _NO_EVALUATIONS = "evaluate.every_epochs and evaluate.every_steps are null"
 
 
@@ -72,16 +76,11 @@ def _of_speed(config: Train) -> Broken:
     """Settings of speed and memory that cannot be combined."""
     mode, blocks = config.compiler.mode, config.activation_checkpointing
     if config.dtype == "float64" and config.amp is not False:
-        yield (
-            "dtype",
-            f"is float64, but amp={str(config.amp).lower()} computes in 16 bits",
-            "amp=false, or dtype=float32",
-        )
+        yield "dtype", f"is float64, but amp={str(config.amp).lower()} computes in 16 bits", "amp=false"
     if config.dtype == "float64" and config.log.utilization is True:
         yield "log.utilization", "is true, but the peak of a device in float64 is not known", "auto or false"
     if config.tf32 and config.matmul_precision == "highest":
-        message = "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
-        yield "matmul_precision", message, "matmul_precision=null, or tf32=false"
+        yield "matmul_precision", "is highest, but tf32=true asks for TensorFloat-32 in matrix products"
     if config.compile is not False and mode in ("reduce-overhead", "max-autotune") and config.accumulate > 1:
         message = f"{mode} replays CUDA graphs, which overwrite the gradients of accumulate={config.accumulate}"
         yield "compiler.mode", message, "compiler.mode=default or max-autotune-no-cudagraphs, or accumulate=1"
@@ -94,8 +93,7 @@ def _of_speed(config: Train) -> Broken:
         yield "activation_checkpointing", "names no module", "false, true, or names of modules"
     for key in ("shapes", "finite"):
         if getattr(config.watch, key) and config.compile is not False:
-            message = "observes every module, but a compiled model does not run its modules one by one"
-            yield f"watch.{key}", message, "compile=false"
+            yield f"watch.{key}", "observes each module, and a compiled model is run as a whole", "compile=false"
 
 
 def _of_weights(config: Train) -> Broken:
@@ -104,10 +102,9 @@ def _of_weights(config: Train) -> Broken:
     drawn = [scheme for scheme in schemes if scheme not in ADJUSTMENTS]
     if len(drawn) > 1:
         yield "init", f"draws the weights {len(drawn)} times: {', '.join(drawn)}", "one of them"
-    for key, none in (("weights", "null"), ("pretrained", "false")):
+    for key in ("weights", "pretrained"):
         if drawn and config.model.get(key) not in (None, False):
-            message = f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
-            yield "init", message, f"model.{key}={none}, or init without it"
+            yield "init", f"has {', '.join(drawn)}, which would overwrite the weights that model.{key} loads"
     if config.init_mismatch != "head" and config.init_from is None:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
@@ -124,15 +121,14 @@ def _of_averaging(config: Train) -> Broken:
     if config.ema is not None and config.swa is not None:
         yield "swa", "is set, and so is ema, but only one average is supported", "swa=null, or ema=null"
     if config.swa is not None and never_evaluates(config):
-        message = f"computes BatchNorm's statistics at evaluations, but {_NO_EVALUATIONS}"
-        yield "swa", message, "evaluate.every_epochs=1, or swa=null"
+        yield "swa", f"computes BatchNorm's statistics at evaluations, but {_NO_EVALUATIONS}", "evaluate.every_epochs=1"
     averages = [kind for kind in ("ema", "swa") if getattr(config, kind) is not None]
     for name in config.metrics or {}:
         if (kind := name.partition("_")[0]) in averages and "_" in name:
             yield f"metrics.{name}", f"has the name of a metric of the {kind} average", "another name"
     for key in ("lr_factor", "recalibrate_batches"):
         if getattr(config.averaging, key) is not None and config.swa is None:
-            yield f"averaging.{key}", "has no effect without swa", f"averaging.{key}=null, or swa=0.75"
+            yield f"averaging.{key}", "has no effect without swa", "swa=0.75"
 
 
 def _of_data(config: Train) -> Broken:
@@ -144,43 +140,36 @@ def _of_data(config: Train) -> Broken:
             if (value := getattr(split, name)) is not None:
                 yield "data.split.val", f"is test, and data.split.{name}={value} divides the data", "one of the two"
     elif split.val + test >= 1:
-        message = f"val={split.val} and test={test} leave nothing to train on"
-        yield "data.split", message, "fractions that add up to less than 1"
+        yield "data.split", f"val={split.val} and test={test} leave nothing to train on"
     if split.folds is not None and split.fold >= split.folds:
         yield "data.split.fold", f"is {split.fold}, and there are {split.folds} folds", f"0 to {split.folds - 1}"
     if split.folds is not None and _has_val_folder(config):
         message = f"is {split.folds}, but the folder of images has its own validation split"
         yield "data.split.folds", message, "data.split.folds=null, or another data.dataset.val_folder to ignore it"
     if split.folds is None and split.fold > 0:
-        message = "picks one of several folds, but data.split.folds is null"
-        yield "data.split.fold", message, "data.split.folds=5, or another number of folds"
+        yield "data.split.fold", "picks one of several folds, but data.split.folds is null"
     shuffle = str(data.shuffle).lower()
     if data.sampler is not None and shuffle != "true":
-        message = f"is {shuffle}, but data.sampler=balanced draws in random order"
-        yield "data.shuffle", message, "data.shuffle=true, or data.sampler=null"
+        yield "data.shuffle", f"is {shuffle}, but data.sampler=balanced draws in random order"
     for key, value, allowed in (("sampler", data.sampler or "null", "null"), ("shuffle", shuffle, "true")):
         if data.batch_sampler is not None and value != allowed:
-            message = f"is {value}, and data.batch_sampler gives the order of the samples"
-            yield f"data.{key}", message, f"{allowed}, or data.batch_sampler=null"
+            yield f"data.{key}", f"is {value}, and data.batch_sampler gives the order of the samples", allowed
     if data.sampler is not None and config.task.get("_target_") == "runner.tasks.regression.Regression":
-        message = "is balanced, which draws every class equally often, and task=regression has none"
-        yield "data.sampler", message, "data.sampler=null, or task=classification"
+        yield "data.sampler", "is balanced, which draws every class equally often, and task=regression has none"
     if (mean is None) != (std is None):
         yield "data.normalize", "has only one of mean and std", "both, or null for both, which measures them"
     if std is not None and any(value <= 0 for value in std):
-        yield "data.normalize.std", "has a value that is not positive", "positive numbers"
+        yield "data.normalize.std", "has a value that is not positive"
     if mean is not None and std is not None and len(mean) != len(std):
         yield "data.normalize", "has mean and std of different lengths", "one number per channel in each"
     if data.placement in ("device", "ram"):
+        placed = f"data.placement={data.placement}"
         if data.cache is None and data.num_workers not in ("auto", 0):
-            message = f"is {data.num_workers}, but data.placement={data.placement} reads no sample through workers"
-            yield "data.num_workers", message, "data.num_workers=auto, or data.placement=disk"
+            yield "data.num_workers", f"is {data.num_workers}, but {placed} reads no sample through workers", "auto"
         if config.transform.sample_train or config.transform.sample_eval:
-            message = f"has sample transforms, which data.placement={data.placement} does not run"
-            yield "transform", message, "data.placement=disk or auto, or batch transforms"
+            yield "transform", f"has sample transforms, which {placed} does not run", "data.placement=disk or auto"
     if config.transform.mix is not None and data.batch_size == 1:
-        message = "blends samples of a batch, but data.batch_size=1 has a single one"
-        yield "transform.mix", message, "transform.mix=null, or a larger data.batch_size"
+        yield "transform.mix", "blends samples of a batch, but data.batch_size=1 has a single one"
 
 
 def _has_val_folder(config: Train) -> bool:
@@ -206,21 +195,20 @@ def _of_samples(config: Train) -> Broken:
         return
     if data.images is None:
         if data.collate is not None:
-            message = "makes batches of samples of any kind, and data.images=null says that they are (image, target)"
-            yield "data.collate", message, "data.images=[], or the names of the fields that are images"
+            allowed = "data.images=[], or the names of the fields that are images"
+            yield "data.collate", "is for samples of any kind, and data.images=null means (image, target)", allowed
         if source.endswith(".shards") and kind:
             yield "data.images", f"is null, and data.dataset.target={data.dataset['target']}", "['0']"
         return
     only, freeze = "needs samples that are pairs (image, target), and data.images declares another kind", config.freeze
     for name in ("train", "eval", "mix"):
         if getattr(config.transform, name):
-            allowed = "transform=none, and transforms of whole samples in transform.sample_train"
-            yield f"transform.{name}", only, allowed
+            yield f"transform.{name}", only, "transform=none, and transforms of whole samples in transform.sample_train"
     for key, given, allowed in (
         ("data.cache", data.cache is not None, "null"),
         ("data.sampler", data.sampler is not None, "null"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
-        ("freeze", "all-but-head" in str(freeze), "name patterns, or null"),
+        ("freeze", ALL_BUT_HEAD in str(freeze), "name patterns, or null"),
         ("compile", config.compile == "step", "true or false"),
     ):
         if given:
@@ -316,3 +304,43 @@ def _of_varied(config: Audit | Bench, key: str, value: Any) -> Broken:
     if isinstance(config, Audit) and isinstance(value, list) and len(value) != 2:
         message = f"has {len(value)} value{'' if len(value) == 1 else 's'}, but there are two sides"
         yield f"vary.{key}", message, f"vary={key}:A,B, or the other value alone"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Modules and parameters that are frozen together; with neither a number of steps nor of epochs, permanently."""
+
+    pattern: str  # of their names, or `all-but-head`
+    steps: int | None  # of the optimizer
+    epochs: int | None
+
+
+def entries(freeze: str | list[str] | None, unfreeze_at: str | int | None) -> list[Entry]:
+    """The entries that `freeze` lists; `unfreeze_at` applies to entries without their own moment, such as the one in `stem@2ep`.
+
+    Raises:
+        ValueError: if something is not a moment, or there is no pattern before it; the message says what.
+    """
+    words = [freeze] if isinstance(freeze, str) else freeze or []
+    found = []
+    for word in words:
+        pattern, at, own = word.partition("@")
+        if not pattern or (at and not own):
+            raise ValueError(f"'{word}' is not a pattern, or a pattern with @ and a moment")
+        found.append(Entry(pattern, *moment(own if at else unfreeze_at)))
+    return found
+
+
+def moment(text: str | int | None) -> tuple[int | None, int | None]:
+    """Steps and epochs of `100`, `2ep` or null; one of them is None, or both.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if text is None:
+        return None, None
+    matched = _MOMENT.fullmatch(str(text))
+    if matched is None:
+        raise ValueError(f"'{text}' is not {MOMENT}")
+    number = int(matched[1])
+    return (None, number) if matched[2] else (number, None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.base.errors import UserError
@@ -66,26 +66,20 @@ class Option:
         return "@package _global_" in text_of(self.path)
 
 
+@dataclass
 class Sources:
-    """The folders that configuration is searched in, first match first."""
+    """The folders that configuration is searched in, first match first: the shipped one, and those of the user, `extra`."""
 
-    def __init__(self, extra: list[Path] | None = None) -> None:
-        self.extra = [path.absolute() for path in extra or []]
+    extra: list[Path] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.extra = [path.absolute() for path in self.extra]
         for path in self.extra:
-            if not path.is_dir():
-                what = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
-                allowed = "the folder that has your experiment/, model/ or other groups with .yaml files"
-                raise UserError("--config-dir", what, allowed)
             if not any(path.rglob("*.yaml")):
-                raise UserError("--config-dir", f"{path} has no .yaml file", "files such as experiment/mine.yaml in it")
+                what = "has no .yaml file" if path.is_dir() else "is not a folder"
+                raise UserError("--config-dir", f"{path} {what}", "a folder with files such as experiment/mine.yaml")
         self.folders = [shipped(), *self.extra]
         self._groups = list[str]()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sources) and self.folders == other.folders
-
-    def __hash__(self) -> int:
-        return hash(tuple(self.folders))
 
     def hidden(self) -> list[Path]:
         """Files of the user's folders that are never read, because a shipped file of the same name comes first."""

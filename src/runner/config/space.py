@@ -49,18 +49,14 @@ def _by_key(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in nested.items():
         key = f"{prefix}.{name}" if prefix else str(name)
-        own = (
-            {part: each for part, each in value.items() if not isinstance(each, dict)}
-            if isinstance(value, dict)
-            else {}
-        )
         if not isinstance(value, dict) or not value:
             found[key] = value
-        elif own.keys() & {*KINDS} or (prefix and own):
+            continue
+        own = {part: each for part, each in value.items() if not isinstance(each, dict)}
+        if own.keys() & {*KINDS} or (prefix and own):
             found[key] = own
-            found |= _by_key({part: each for part, each in value.items() if part not in own}, key)
-        else:
-            found |= _by_key(value, key)
+            value = {part: each for part, each in value.items() if part not in own}
+        found |= _by_key(value, key)
     return found
 
 
@@ -128,13 +124,8 @@ def _choices(values: Any) -> tuple[Any, ...]:
 
 
 def word_of(key: str, value: Any) -> str:
-    """The override that sets a key to one of the values of its range."""
-    return f"{key}={value if is_nested(value) else text_of(value)}"
-
-
-def is_nested(value: Any) -> bool:
-    """Tell whether a choice is the text of a list or a mapping."""
-    return isinstance(value, str) and value[:1] in ("[", "{")
+    """The override that sets a key to one of the values of its range; a choice may be the text of a list or a mapping."""
+    return f"{key}={value if isinstance(value, str) and value[:1] in ('[', '{') else text_of(value)}"
 
 
 def text_of(value: Any) -> str:

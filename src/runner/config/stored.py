@@ -20,7 +20,7 @@ from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.gone import drop
-from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, says, within
+from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, put, says, within
 from runner.config.load import PREPARATION, two_rates, validated
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
@@ -96,7 +96,7 @@ def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
             raise UserError(key, "cannot be deleted, because it does not exist", "", f"{section}.{close}")
     merged = copy.deepcopy(stored)
     for key in (*chosen, *given):
-        _set(merged, key, copy.deepcopy(at(composed, key)))
+        put(merged, key, copy.deepcopy(at(composed, key)))
     restored: dict[str, Any] = unmasked(merged, composed)
     return restored
 
@@ -115,19 +115,6 @@ def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]
                 found += _keys_of_choice(inner, choice, sources)
     content.pop("hydra", None)
     return found + list(flatten(content)) if content else found
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key, or delete it if the value is `...`."""
-    *parents, last = key.split(".")
-    for part in parents:
-        if not isinstance(values.get(part), dict):
-            values[part] = {}
-        values = values[part]
-    if value is ...:
-        values.pop(last, None)
-    else:
-        values[last] = value
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:

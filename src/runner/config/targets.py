@@ -168,7 +168,11 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     # What the program passes by position is not for a config to give.
     parameters = list(component.parameters.values())[positional + len(component.positional) :]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    annotations = _annotations(component.target)
+    target, annotations = component.target, dict[str, Any]()
+    with contextlib.suppress(
+        Exception
+    ):  # annotations of foreign code may name anything, and then nothing can be checked
+        annotations = get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name, value in component.arguments.items():
         if value is None and (name in facts or (name in named and named[name].default is None)):
             continue  # from the data, or the default, which `width: int = None` does not annotate
@@ -187,13 +191,6 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
         missing = [name for name, each in named.items() if each.default is each.empty and name not in given]
         problems += [Problem(f"{key}.{name}", f"is missing: {path} needs it") for name in missing]
     return problems
-
-
-def _annotations(target: Any) -> dict[str, Any]:
-    try:
-        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except Exception:  # annotations of foreign code may name anything, and then say nothing that can be checked
-        return {}
 
 
 def _is_plain(annotation: Any) -> bool:

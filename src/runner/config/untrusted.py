@@ -124,10 +124,8 @@ def packages_in(value: Any) -> list[str]:
 def not_packages(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """The fields of a `Problem` for each name that no package can have."""
     for name in names:
-        first, *inner = name.split(".")
-        if not all(part.isidentifier() for part in (first, *inner)):
-            example = first if first.isidentifier() else "my_package"
-            yield "trust", f"'{name}' is not a package name", f"a name as after import, such as trust=[{example}]"
+        if not all(part.isidentifier() for part in name.split(".")):
+            yield "trust", f"'{name}' is not a package name", "a name as after import, such as trust=[my_package]"
 
 
 def refusal(path: str, trust: Iterable[str], section: str = "") -> str:

@@ -81,8 +81,9 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
         if dataclasses.is_dataclass(annotation):
             fields = keys.hints(annotation)  # type: ignore[arg-type]
             path.append(part)
-            if part not in fields:
-                return _unknown(section, ".".join(path), fields)
+            if part not in fields:  # maybe one of another section
+                close = nearest(part, fields) or keys.closest(".".join(path), keys.all_keys(section))
+                return Problem(".".join(path), "is not a key", ", ".join(fields), close)
             annotation = fields[part]
         elif component := keys.component_inside(annotation):
             path.append(part)
@@ -103,12 +104,6 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
         in_steps = key.replace("epochs", "steps")
         allowed += f"; {in_steps} counts in optimizer steps, which can be fewer than an epoch has"
     return Problem(key, f"cannot be {shown(value)}", allowed, suggestion)
-
-
-def _unknown(section: type, key: str, fields: Iterable[str]) -> Problem:
-    """The problem of a key that a section does not have; it may be one of another section."""
-    close = nearest(key.rpartition(".")[2], fields) or keys.closest(key, keys.all_keys(section))
-    return Problem(key, "is not a key", ", ".join(fields), close)
 
 
 def shown(value: Any) -> str:

@@ -46,7 +46,7 @@ def refusing(path: Path) -> Iterator[None]:
         at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         said = ", ".join(getattr(error, name, None) or "" for name in ("context", "problem")).strip(", ")
         message = f"is not YAML: {said or first_line(error)}"
-        raise ConfigError([Problem(at, message, "quotes around text, spaces instead of tabs")]) from error
+        raise ConfigError([Problem(at, message)]) from error
 
 
 def walk(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
@@ -62,27 +62,6 @@ def walk(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, yaml.N
             yield from walk(item, f"{prefix}.{number}")
 
 
-def mistakes_in(path: Path) -> list[Problem]:
-    """What a config file has and Hydra does not refuse in words: keys that are given twice, and defaults without a list.
-
-    Raises:
-        ConfigError: if it is not YAML, see `refusing`.
-        UserError: if it cannot be read.
-    """
-    found, lines = [], dict[str, int]()
-    for name, key, value in walk(compose(path)):
-        if name in lines and key is not value:
-            message = f"'{name}' is given twice, first in line {lines[name]}"
-            found.append(Problem(place(path, key), message, "one of the two"))
-        lines.setdefault(name, key.start_mark.line + 1)
-        if name == "defaults":
-            items = value.value if isinstance(value, yaml.SequenceNode) else [None]
-            fits = all(isinstance(item, yaml.MappingNode) or getattr(item, "tag", "").endswith("str") for item in items)
-            example = "lines such as '- override /model: mlp'"
-            found += [] if fits else [Problem(place(path, value), "defaults is not a list of options", example)]
-    return found
-
-
 def line_of(path: Path, key: str) -> int | None:
     """The line, from 1, on which a file gives a dotted key; None if it does not."""
     try:
@@ -95,11 +74,6 @@ def inherited_by(path: Path) -> list[str]:
     """The names in the defaults list of a file that can be read: options of its own group that it inherits keys from."""
     found = [node.value for name, _, node in walk(compose(path)) if re.fullmatch(r"defaults\.\d+", name)]
     return [name for name in found if isinstance(name, str) and name != "_self_"]
-
-
-def place(path: Path, node: yaml.Node) -> str:
-    """The place of a node, as `file:line:column`."""
-    return f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -16,7 +16,7 @@ from runner.checkpoint import find
 from runner.config import keys, stored
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.load import resolve_changes, resolve_config
+from runner.config.load import problems_with, resolve_config
 from runner.config.schema.verbs import Audit
 from runner.config.space import text_of
 from runner.config.validate import shown
@@ -60,7 +60,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
     sides = [{key: value[side] for key, value in given.items() if isinstance(value, list)} for side in (0, 1)]
     sides[1] |= {key: value for key, value in given.items() if not isinstance(value, list)}
     for settings in sides:
-        if problems := resolve_changes(config, settings, composition, "vary.")[1]:
+        if problems := problems_with(config, settings, composition):
             side = ", ".join(f"{key}={shown(value)}" for key, value in settings.items())
             raise UserError(f"vary: {side} cannot be run\n{ConfigError(problems)}") if side else ConfigError(problems)
     texts = [" ".join(f"{key}={shown(pair[side])}" for key, pair in varied.items()) for side in (0, 1)]

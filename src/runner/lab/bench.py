@@ -22,7 +22,7 @@ from runner.base.secrets import mask_words
 from runner.config import keys, sources
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
-from runner.config.load import resolve_changes
+from runner.config.load import problems_with
 from runner.config.schema.verbs import Bench, Toggle
 from runner.config.space import text_of
 from runner.config.targets import called
@@ -242,7 +242,7 @@ def run(composition: Composition) -> float:
     built.data.close()
     del built
     for candidate in list(tried):
-        if problems := resolve_changes(config, candidate.settings, composition)[1]:
+        if problems := problems_with(config, candidate.settings, composition):
             skipped[candidate.name] = "; ".join(f"{problem.key}: {problem.message}" for problem in problems)
             tried.remove(candidate)
     measure = functools.partial(_measure, config, composition if start is None else None, workers)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError, first_line
 from runner.base.patterns import matching
-from runner.config.freezing import ALL_BUT_HEAD, Entry, entries
+from runner.config.rules import ALL_BUT_HEAD, Entry, entries
 from runner.config.schema.sections import ADJUSTMENTS
 from runner.config.schema.train import Train
 from runner.data.module import DataModule

@@ -131,7 +131,7 @@ class RunRecord:
             other = f"ckpt_path={path} to continue it" if resumable(path) else "resume=auto to start it again"
             raise UserError("hydra.run.dir", f"{path} already holds a run", f"another folder, or {other} there")
         self._new_folders = [folder for folder in path.parents if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         return RunDirectory(path)
 
     def leave(self, finished: RunDirectory) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -18,8 +17,7 @@ from runner.config import keys, overrides
 from runner.config.changes import changes_result
 from runner.config.composition import Composition
 from runner.config.keys import at, flatten, key_of, within
-from runner.config.load import Command, problems_in
-from runner.config.schema.train import Train
+from runner.config.load import compose_job, problems_in, problems_without_imports
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
@@ -40,7 +38,7 @@ class Planned:
 class Plan:
     """A sweep before its first job."""
 
-    command: Command  # what was called
+    command: Composition  # what was called
     swept: Sequence[str]  # keys and groups that have several values
     base: dict[str, Any]  # the values that all jobs have in common and that change a result
     jobs: Sequence[Planned] | None = None  # all jobs; None for a search, which chooses them later
@@ -50,7 +48,7 @@ Validate = Callable[[Sequence[Composition]], list[list[Problem]]]
 """Finds the problems of compositions, with torch."""
 
 
-def plan_of(command: Command, validate: Validate | None = None) -> Plan:
+def plan_of(command: Composition, validate: Validate | None = None) -> Plan:
     """Split, compose and validate the jobs of a command.
 
     Args:
@@ -61,8 +59,8 @@ def plan_of(command: Command, validate: Validate | None = None) -> Plan:
         ConfigError: with every problem of every job.
         UserError: for keys in which jobs cannot differ.
     """
-    values, words = command.composition.values, command.words
-    params = dict(command.cfg.hydra.sweeper.get("params") or {})
+    values, words = command.values, command.words
+    params = dict(command.hydra["sweeper"][1].get("params") or {})
     swept, off = sorted({*overrides.swept(words), *params}), dict[str, str]()
     # All jobs of a sweep lie in one folder, which these keys name
     if same_for_all := [key for key in ("name", "output_root") if key in swept]:
@@ -83,7 +81,7 @@ def plan_of(command: Command, validate: Validate | None = None) -> Plan:
     base: dict[str, Any] = {"overrides": sorted(mask_words(plain))}  # if they are not a config by themselves
     with contextlib.suppress(ConfigError):
         on = {f"ablate.{key}": at(values, key) for key in off}
-        base = counted(command.composed(plain).values) | on
+        base = counted(compose_job(command, plain).values) | on
     return Plan(command, swept, json.loads(json.dumps(base, default=str)), list(planned.values()))
 
 
@@ -99,14 +97,14 @@ def split(words: Sequence[str]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*lists.values())]
 
 
-def problems_of_all(schema: type[Train], compositions: Sequence[Composition]) -> list[list[Problem]]:
+def problems_of_all(jobs: Sequence[Composition]) -> list[list[Problem]]:
     """The problems of compositions, with torch; of one that resumes, other values come from the checkpoint."""
-    resumed = [each.values.get("ckpt_path") is not None for each in compositions]
-    pairs = zip(compositions, resumed, strict=True)
-    return [[] if resumes else problems_in(each.values, each, schema)[1] for each, resumes in pairs]
+    return [problems_in(job.values, job, job.schema)[1] if job.values.get("ckpt_path") is None else [] for job in jobs]
 
 
-def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate | None = None) -> list[Composition]:
+def composed(
+    command: Composition, jobs: Sequence[Sequence[str]], validate: Validate | None = None
+) -> list[Composition]:
     """Compose and validate jobs, first without importing torch, and with it if no problem was found.
 
     Args:
@@ -122,13 +120,13 @@ def composed(command: Command, jobs: Sequence[Sequence[str]], validate: Validate
     # Problems are collected over all jobs: a sweep fails once, before the first job, with everything
     for words in jobs:
         try:
-            compositions.append(job := command.composed(words))
-            found.append([] if job.values.get("ckpt_path") is not None else command.problems_of(job))
+            compositions.append(job := compose_job(command, words))
+            found.append([] if job.values.get("ckpt_path") is not None else problems_without_imports(job))
         except ConfigError as error:
             found.append(list(error.problems))
     # Importing torch takes seconds, so it is done only for jobs that are right as far as is known
     if not any(found):
-        found = (validate or functools.partial(problems_of_all, command.schema))(compositions)
+        found = (validate or problems_of_all)(compositions)
     jobs_with: dict[tuple[str, str], dict[int, Problem]] = {}
     for number, problems in enumerate(found):
         for problem in problems:

@@ -63,7 +63,7 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
     Raises:
         UserError: another process runs the sweep, or the folder holds something else.
     """
-    named, new = plan.command.place, is_true(plan.command.composition.values["sweep"]["new"])
+    named, new = plan.command.place, is_true(plan.command.values["sweep"]["new"])
     # Hydra's key works too, but two folders cannot both be meant
     places = [key for key in ("sweep.dir", "hydra.sweep.dir") if key in map(key_of, plan.command.accepted)]
     if len(places) > 1:
@@ -149,7 +149,7 @@ class Sweep:
         self.records = Records()
         self.status, self.say = OK, console.line
         self._call, self._console = call, console
-        self._retry = str(plan.command.composition.values["sweep"]["retry"])
+        self._retry = str(plan.command.values["sweep"]["retry"])
         self._running: dict[int, Planned] = {}
         self._occupied: list[Planned] = []  # that another process still runs
         self._looked = 0.0
@@ -204,7 +204,7 @@ class Sweep:
             swept=list(plan.swept),
             base=plan.base,
             jobs=jobs,
-            flags=plan.command.flags_of_jobs,
+            flags=plan.command.flags,
             retry=self._retry,
         )
 
@@ -280,18 +280,17 @@ class Sweep:
 
     def _begin(self, planned: Planned, entry: Entry) -> Job:
         """Prepare the job of a folder that is free or its own."""
-        composition = planned.composition
         continues = holds_run(entry.folder)
         # The ledger comes before the start: a crash in between leaves a job that starts again, not an unknown one
         self.ledger.append_job(self.records, planned.identity, entry)
         self._running[planned.number] = planned
         # The job always resumes in its folder, whatever the command says
-        words = [word for word in composition.overrides if key_of(word) != "resume"]
-        command = [sys.executable, "-m", "runner", "train", *self.plan.command.flags_of_jobs, *words]
-        supervised = dataclasses.replace(composition.in_folder(entry.folder), continues=continues, supervised=True)
+        words = [word for word in planned.composition.overrides if key_of(word) != "resume"]
+        command = [sys.executable, "-m", "runner", "train", *self.plan.command.flags, *words]
+        own: dict[str, Any] = {"job_dir": entry.folder, "run_dir": None, "continues": continues, "supervised": True}
         return Job(
             number=planned.number,
-            call=functools.partial(self._call, supervised),
+            call=functools.partial(self._call, dataclasses.replace(planned.composition, **own)),
             command=[*command, "hydra.mode=RUN", f"hydra.run.dir={quoted(entry.folder.absolute())}", "resume=auto"],
             log=self._log(entry.folder),
             environment=planned.environment,

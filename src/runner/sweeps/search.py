@@ -24,8 +24,9 @@ from runner.base.files import write_atomically
 from runner.base.reading import read_summary
 from runner.base.secrets import mask_words
 from runner.config import overrides
+from runner.config.composition import Composition
 from runner.config.keys import OF_THE_SWEEP, is_of_hydra, key_of, within
-from runner.config.load import Command, resolve_config
+from runner.config.load import compose_job, resolve_config
 from runner.config.schema.train import Train
 from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
@@ -64,10 +65,10 @@ class Search(Jobs):
         UserError: for settings that do not fit together.
     """
 
-    def __init__(self, command: Command, launcher: Callable[[], Launcher], validate: Validate) -> None:
+    def __init__(self, command: Composition, launcher: Callable[[], Launcher], validate: Validate) -> None:
         from runner.run.metrics import expected_monitor  # imports torch
 
-        self._command, self._settings = command, command.composition.values["search"]
+        self._command, self._settings = command, command.values["search"]
         settings, self._space = self._settings, _checked_space(command)
         # Keys of the space come from the search, so the command's values for them are removed
         self._words = [word for word in command.words if key_of(word).replace("/", ".") not in self._space]
@@ -76,9 +77,9 @@ class Search(Jobs):
             raise UserError(several[0], "has several values, and a search chooses values itself", allowed)
         # Ends of ranges are the extremes: if these are valid, draws in between are too
         _check_ends(command, self._words, self._space, validate)
-        self._metric, self._mode = expected_monitor(resolve_config(command.composition, Train))
+        self._metric, self._mode = expected_monitor(resolve_config(command, Train))
         swept = [*self._space, *(["seed"] if settings["seeds"] else [])]
-        base = counted(command.composed(self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
+        base = counted(compose_job(command, self._words).values) | {f"search.{key}": settings[key] for key in _SAME}
         self.plan = Plan(command, swept, json.loads(json.dumps(base, default=str)))
         # A storage that cannot be opened is found before the first trial
         if (named := settings["storage"]) is not None:
@@ -88,7 +89,7 @@ class Search(Jobs):
         # More trials at a time than slots would only wait
         self._most = min(jobs or slots or _AT_A_TIME, slots or math.inf)
         if (jobs or 0) > self._most or (slots is None and jobs is None):
-            why = f"hydra/launcher={command.chosen('hydra/launcher')} has {slots or 'any number of'} slots"
+            why = f"hydra/launcher={command.hydra['launcher'][0]} has {slots or 'any number of'} slots"
             print(f"search.jobs is {jobs or 'null'} and {why}: {self._most} trials at a time", flush=True)
         self._seeds = len(settings["seeds"]) or 1
         self._pruner = {key: settings[key] for key in ("pruner", "warmup", "reduction")}
@@ -120,7 +121,7 @@ class Search(Jobs):
 
     def next(self) -> Planned | None:
         """See `Jobs.next`: the next job of a trial that has begun, or the first one of a new trial."""
-        values, settings = self._command.composition.values, self._settings
+        values, settings = self._command.values, self._settings
         # A sampler learns from results, so only as many trials as can run begin
         if len(self._running) >= self._most:
             return None
@@ -144,7 +145,7 @@ class Search(Jobs):
             environment[VARIABLE] = json.dumps({"mode": self._mode, "reports": reports | {"pruner": self._pruner}})
         # Drawn values are checked as if they had been typed
         checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
-        composition = self._command.composed([*self._words, *checked.accepted])
+        composition = compose_job(self._command, [*self._words, *checked.accepted])
         known = identity(composition.values | self._sweep.records.was, composition.overrides, self.plan.swept)
         planned = Planned(trial.index * self._seeds + ended, known, composition, " ".join(words), environment)
         self._running[planned.number] = trial
@@ -184,7 +185,7 @@ class Search(Jobs):
         # The preset repeats the result: the command's words, then the values that were found
         words = [word for word in self._words if not is_of_hydra(word) and key_of(word) != "sweep"]
         words = mask_words([*words, *(word_of(key, best.params[key]) for key in self._space)])
-        command = shlex.join(["python", "-m", "runner", "train", *self._command.flags_of_jobs, *words])
+        command = shlex.join(["python", "-m", "runner", "train", *self._command.flags, *words])
         which = f"trial {number}, the best of {len(ended)} in {self._sweep.folder}"
         lines = [f"{self._metric} {shown(best.value or 0.0)}: {which}", command]
         if shares := self._study.importances():
@@ -199,13 +200,13 @@ class Search(Jobs):
         write_atomically(self._sweep.folder / BEST, text.encode())
 
 
-def _checked_space(command: Command) -> dict[str, Range]:
+def _checked_space(command: Composition) -> dict[str, Range]:
     """The search space, whose keys may exist or not.
 
     Raises:
         ConfigError: with every problem.
     """
-    values = command.composition.values["search"]
+    values = command.values["search"]
     if not values["space"]:
         raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
     space, problems = ranges_of(values["space"])
@@ -217,11 +218,11 @@ def _checked_space(command: Command) -> dict[str, Range]:
             names = ", ".join(option.name for option in options)
             problems.append(Problem(f"search.{key}", "is a group of options", f"{{choice: [{names}]}}"))
     if problems:
-        raise ConfigError(command.composition.with_origins(problems))
+        raise ConfigError(command.with_origins(problems))
     return space
 
 
-def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Range], validate: Validate) -> None:
+def _check_ends(command: Composition, words: Sequence[str], space: Mapping[str, Range], validate: Validate) -> None:
     """Validate the values at the ends of each range, and each choice, with the first values of the others.
 
     Raises:
@@ -241,4 +242,4 @@ def _check_ends(command: Command, words: Sequence[str], space: Mapping[str, Rang
         # The problem is one of the space, so its key is the one that the user wrote
         own = {key: {"key": f"search.{key}", "origin": ""} for key in space}
         problems = [dataclasses.replace(each, **own.get(each.key, {})) for each in error.problems]
-        raise ConfigError(command.composition.with_origins(problems)) from None
+        raise ConfigError(command.with_origins(problems)) from None

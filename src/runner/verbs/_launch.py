@@ -6,6 +6,7 @@ Imports nothing heavy until a verb runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -27,7 +28,7 @@ from runner.verbs._job import run_job, status_of
 from runner.verbs._table import Verb, sources_and_words
 
 if TYPE_CHECKING:
-    from runner.config.load import Command
+    from runner.config.composition import Composition
 
 _FLAGS_THAT_SHOW = {"--cfg", "-c", "--info", "-i", "--hydra-help"}
 _LAUNCHERS = {"WORLD_SIZE", "SLURM_STEP_NUM_TASKS"}
@@ -89,7 +90,7 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
 
 def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
     """Run the jobs of a verb that takes a config; `one_process` unless torchrun or srun started several."""
-    from runner.config.load import opened
+    from runner.config.load import opened, problems_without_imports
 
     with interruptible(), opened(verb.name, verb.expand_shorthand(argv)) as command:
         if isinstance(command, int):
@@ -109,32 +110,32 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
             # Keys of sweeps would have no effect on a single run, and are probably a forgotten --multirun
             command.refuse_keys_of_sweeps("applies to a sweep, and this is a single run", "--multirun, or no such key")
             # Checks without imports take milliseconds, so a wrong key or value is reported before torch is loaded
-            if problems := command.problems_of(command.composition):
+            if problems := problems_without_imports(command):
                 raise ConfigError(problems)
             # Standard output may be a pipe, and its last line is the run directory
             if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
                 print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
-            return status_of(functools.partial(run_job, verb.name, command.composition))
+            return status_of(functools.partial(run_job, verb.name, command))
         finally:
-            if slurm.warned(command.composition.values):  # nothing that failed prevents that
+            if slurm.warned(command.values):  # nothing that failed prevents that
                 slurm.requeue()
 
 
-def _run_each(verb: Verb, command: Command) -> int:
+def _run_each(verb: Verb, command: Composition) -> int:
     """Run the jobs of a verb that keeps no runs one after the other; returns the highest exit status."""
     from runner.run.directory import claim, timestamp
     from runner.sweeps.plan import plan_of
 
     # Without a ledger, such a sweep is a loop: nothing is skipped or repeated
     command.refuse_keys_of_sweeps("is about jobs that train, and this verb keeps no ledger", "no such key")
-    plan, values = plan_of(command), command.composition.values
+    plan, values = plan_of(command), command.values
     root = Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"])
     folder, status = command.place or claim(root, timestamp()), OK
     for job in plan.jobs or ():
         print(f"job {job.number + 1} of {len(plan.jobs or ())}: {job.varied or 'as all others'}", flush=True)
         directory = folder / str(job.number)
         make_folder(directory)
-        composition = job.composition.in_folder(directory)
+        composition = dataclasses.replace(job.composition, job_dir=directory, run_dir=None)
         status = max(status, status_of(functools.partial(run_job, verb.name, composition)))
         with contextlib.suppress(OSError):  # it holds what the job wrote
             directory.rmdir()

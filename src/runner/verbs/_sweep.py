@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_class
-from omegaconf import OmegaConf
 
 from runner.base.errors import PREEMPTED, ConfigError, Problem, UserError
 from runner.config.app import REPLACED
 from runner.config.composition import Composition
 from runner.config.keys import walk, within
-from runner.config.load import Command
+from runner.config.load import problems_without_imports
 from runner.config.output_folders import holds_run
 from runner.launch.jobs import Launcher
 from runner.launch.local import Local
@@ -32,17 +31,17 @@ _SLOW = {"torchvision": "torchvision", "timm": "timm", "torchmetrics": "torchmet
 """Packages that take seconds to import, by what is in the `_target_` of components that need them, and their modules."""
 
 
-def run_sweep(verb: Verb, command: Command) -> int:
+def run_sweep(verb: Verb, command: Composition) -> int:
     """Run the jobs that are left of a sweep or a search; returns the exit status.
 
     Raises `ConfigError` with every problem before the first job, `UserError` for what makes a sweep impossible.
     """
     _check(command)
-    values, launcher = command.composition.values, functools.cache(lambda: _launcher(command))
+    values, launcher = command.values, functools.cache(lambda: _launcher(command))
 
     def validate(compositions: Sequence[Composition]) -> list[list[Problem]]:
         """In a process that has torch, where jobs are forked from one: this process need not import it."""
-        call, local = functools.partial(problems_of_all, command.schema, compositions), launcher()
+        call, local = functools.partial(problems_of_all, compositions), launcher()
         return local.call(call) if isinstance(local, Local) else call()
 
     # A search chooses its jobs itself while it runs; a plain sweep knows all of them now
@@ -82,17 +81,17 @@ def run_sweep(verb: Verb, command: Command) -> int:
         return max(status, int(failed))
 
 
-def _check(command: Command) -> None:
+def _check(command: Composition) -> None:
     """Refuse what is wrong with a sweep as a whole."""
-    wrong = [each for each in command.problems_of(command.composition) if within(each.key, ("sweep", "search"))]
-    if (chosen := command.chosen("hydra/sweeper")) != "basic":
+    wrong = [each for each in problems_without_imports(command) if within(each.key, ("sweep", "search"))]
+    if (chosen := command.hydra["sweeper"][0]) != "basic":
         message = f"is {chosen}, and runner makes the jobs of a sweep itself"
         wrong.append(Problem("hydra/sweeper", message, "basic, or sweep=optuna for a search"))
     if wrong:
         raise ConfigError(wrong)
     if (place := command.place) is not None and holds_run(place):
         raise UserError("sweep.dir", f"cannot be {place}: it holds a run", "another folder")
-    search = command.composition.values["search"]
+    search = command.values["search"]
     if search["space"] and search["sampler"] is None:
         raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
 
@@ -103,23 +102,23 @@ def _preload(values: dict[str, Any]) -> list[str]:
     return [_PRELOADED, *(module for name, module in _SLOW.items() if name in targets)]
 
 
-def _launcher(command: Command) -> Launcher:
+def _launcher(command: Composition) -> Launcher:
     """The launcher that `hydra/launcher` names; one of this machine begins to import torch for its jobs."""
-    jobs = command.composition.values["search"]["jobs"]
-    chosen = command.chosen("hydra/launcher")
+    jobs = command.values["search"]["jobs"]
+    chosen, settings = command.hydra["launcher"]
     if chosen == "basic":
-        local = Local(per_device=jobs, values=command.composition.values, most=jobs or 1)
-        local.prepare(_preload(command.composition.values))
+        local = Local(per_device=jobs, values=command.values, most=jobs or 1)
+        local.prepare(_preload(command.values))
         return local
-    settings: Any = OmegaConf.to_container(command.cfg.hydra.launcher, resolve=True)
-    kind: Any = get_class(settings.pop("_target_"))
+    own = dict(settings)
+    kind: Any = get_class(own.pop("_target_"))
     if not hasattr(kind, "survives"):
         problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
         raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray", REPLACED.get(chosen, ""))
     try:
-        launcher: Launcher = kind(**settings, values=command.composition.values)
+        launcher: Launcher = kind(**own, values=command.values)
     except TypeError as error:
         raise UserError("hydra.launcher", str(error)) from error
     if isinstance(launcher, Local):
-        launcher.prepare(_preload(command.composition.values))
+        launcher.prepare(_preload(command.values))
     return launcher
