@@ -27,7 +27,7 @@ from runner.data.cache import Cache
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.module import DataModule
 from runner.data.sampler import AllSamples
-from runner.data.samples import SeededDataset, read_sample
+from runner.data.samples import SeededDataset
 from runner.data.sources.folders import image_folder
 from runner.data.workers import WorkerLoader
 
@@ -285,7 +285,7 @@ def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, all
             note([BadSample(39, "bad")])
 
 
-class Named:
+class Named(Dataset[Any]):
     """Knows the files of its samples."""
 
     def path(self, index: int) -> str:
@@ -297,6 +297,6 @@ class Named:
 
 def test_an_error_names_the_file_of_the_sample_if_the_data_set_knows_it() -> None:
     with pytest.raises(UserError, match=r"sample 7 of 'train', folder/7.png, cannot be read: ValueError: no image \("):
-        read_sample(lambda index: Named()[index], 7, "train", (), Named())
+        SeededDataset(Named(), 0, split="train")[0, 7]
     with pytest.raises(UserError, match=r"sample 7 of 'train' cannot be read"):
-        read_sample(lambda index: Named()[index], 7, "train", (), object())
+        SeededDataset(Damaged({7}), 0, split="train")[0, 7]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,9 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.consistency import check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.loaders import Loader
-from runner.data.module import DataModule, LoaderBuilder, as_splits, make_callable, read_dataset
-from runner.data.placement import DataPlacement, choose_num_workers, plan_placement
-from runner.data.sample_rng import preserved_rng
-from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder, GivenOrder, Indices
-from runner.data.samples import as_pair, as_target, as_tensor, read_sample
+from runner.data.module import DataModule, as_splits, make_callable, read_dataset
+from runner.data.placement import choose_num_workers, plan_placement
+from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, block_ends
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.listing import in_two_splits
@@ -47,119 +44,94 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     """
     data = config.data
     parts = make_splits(as_splits(read_dataset(data)), data.split)
-    train_set = parts["train"][0]
+    train_set, train_indices = parts["train"]
     unkept = train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
-    loaders = LoaderBuilder(config, device, parts, dtype)
+    made = DataModule(config, device, parts, dtype)
+    made.ends = block_ends(train_set, train_indices) if data.shuffle == "blocks" else None
+    made.classes = tuple(str(name) for name in getattr(train_set, "classes", None) or ())
     # The first samples tell what batches are like, before anything is built for them
-    facts = _facts_of_pairs(loaders, make_cache) if loaders.pairs else _facts_of_fields(loaders)
-    warnings = [*loaders.placement.warnings, *unkept, *facts.pop("warnings"), *_files_listed_twice(parts)]
+    facts = _learn_of_pairs(made, make_cache) if made.pairs else _learn_of_fields(made)
+    made.warnings = [*made.placement.warnings, *unkept, *facts, *_files_listed_twice(parts)]
     # Mixing needs the number of classes to make probabilities of targets
     if (node := config.transform.mix) is not None:
-        loaders.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(facts["classes"]) or None)
+        made.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(made.classes) or None)
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
-    train, train_for_eval = loaders.split("train", True), loaders.split("train", False)
+    made.train, made.train_for_eval = made.split("train", True), made.split("train", False)
+    made.val, made.test = (made.split(name, False) if name in parts else None for name in ("val", "test"))
+    loader = made.train.loader
     # Balanced sampling is only for training: evaluations count every sample once
-    draws: Callable[[int], EpochOrder] | None = None
     if data.sampler == "balanced":
-        balance = _balance(facts["targets"].get("train"), parts["train"][1], len(facts["classes"]))
-        draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
+        balance = _balance(made.targets.get("train"), train_indices, len(made.classes))
+        loader.draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
         amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
-        facts["choices"].append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
-    if loaders.ends is not None:
-        draws = functools.partial(BlockOrder, loaders.ends, data.shuffle_window, config.seed)
+        made.choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
+    if made.ends is not None:
+        loader.draws = functools.partial(BlockOrder, made.ends, data.shuffle_window, config.seed)
     elif data.shuffle_window != Data.shuffle_window:
         problem = f"has no effect: data.shuffle={str(data.shuffle).lower()} is not blocks"
-        warnings.append(f"data.shuffle_window={data.shuffle_window} {problem}")
-    train.loader.draws = draws
+        made.warnings.append(f"data.shuffle_window={data.shuffle_window} {problem}")
     if data.batch_sampler is not None:
-        _use_batch_sampler(loaders, train.loader, data.batch_sampler)
-    fingerprint = functools.partial(fingerprint_data, parts, loaders.sources, pairs=loaders.pairs, ends=loaders.ends)
-    made = DataModule(
-        loaders=loaders,
-        train=train,
-        val=loaders.split("val", False) if "val" in parts else None,
-        test=loaders.split("test", False) if "test" in parts else None,
-        train_for_eval=train_for_eval,
-        fingerprint=functools.cache(fingerprint),
-        warnings=warnings,
-        **facts,
-    )
+        _use_batch_sampler(made, data.batch_sampler)
+    digests = functools.partial(fingerprint_data, parts, made.sources, pairs=made.pairs, ends=made.ends)
+    made.fingerprint = functools.cache(digests)
     if not made.pairs:  # the functions that make batches of samples are tried before a model is built
         _ = made.trial
     return made
 
 
-def _facts_of_pairs(loaders: LoaderBuilder, make_cache: bool) -> dict[str, Any]:
-    """What `DataModule` says of images and targets; decides how they are read."""
-    config, parts = loaders.config, loaders.parts
-    data, (train_set, indices) = config.data, parts["train"]
-    examples = {"train": _first(loaders, "train")}
-    # Other splits are read without a trace in the generators: the run is the same whichever splits there are.
-    with preserved_rng():
-        examples |= {name: _first(loaders, name) for name in parts if name != "train"}
-    transforms, first = (loaders.sample_train, loaders.sample_eval), examples["train"][0]
-    loaders.placement = plan_placement(config, parts, transforms, loaders.device, first, make_cache=make_cache)
+def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
+    """Set what is known of images and targets, and decide how they are read; returns warnings."""
+    config, data, parts, (train_set, indices) = made.config, made.config.data, made.parts, made.parts["train"]
+    firsts = {name: made.first(name, False, 1) for name in parts}
+    examples = made.examples = {name: items[0] for name, (items, _) in firsts.items()}
+    made.tried, first = firsts["train"], examples["train"][0]
+    transforms = made.sample_train, made.sample_eval
+    made.placement = plan_placement(config, parts, transforms, made.device, first, make_cache=make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
-    known, warnings = known_targets(parts, loaders.sources, examples)
+    made.targets, warnings = known_targets(parts, made.sources, examples)
     warnings += shared_groups(parts, data.split.group) if data.split.group else []
-    classes, (channels, height, width) = _classes(train_set), first.shape
+    made.classes = made.classes or _numbered_classes(train_set)
+    channels, height, width = first.shape
+    made.channels, made.image_size = channels, (height, width)
     # Files are resized when they are read, and transforms may crop them again
-    cropped = isinstance(train_set, ImageList) and loaders.sample_eval
+    cropped = isinstance(train_set, ImageList) and made.sample_eval
     if data.image_size is not None and not cropped and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
     # `check` examines data whose splits do not fit together; all else refuses them
-    incompatibilities = []
-    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, classes)):
+    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, made.classes)):
         try:
             check()
         except UserError as error:
-            incompatibilities.append(error)
-    targets, counts = targets_of(train_set), None
-    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
-        counts = class_counts(targets[indices[:]], len(classes))
+            made.incompatibilities.append(error)
+    targets = targets_of(train_set)
+    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and made.classes:
+        made.class_counts = class_counts(targets[indices[:]], len(made.classes))
 
     mean, std, reason = data.normalize.mean, data.normalize.std, ""
     if mean is None or std is None:
-        mean, std = _measured(loaders)
+        mean, std = _measured(made)
         reason = "measured on the training split"
     if len(mean) not in (1, channels):
         problem = f"has {len(mean)} values, but the images have {channels} channels"
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
-    loaders.mean, loaders.std = mean, std
-    return {
-        "classes": classes,
-        "class_counts": counts,
-        "channels": channels,
-        "image_size": (height, width),
-        "mean": mean,
-        "std": std,
-        "choices": [*loaders.placement.choices, as_shown(mean, std, reason)],
-        "warnings": warnings,
-        "examples": examples,
-        "targets": known,
-        "incompatibilities": incompatibilities,
-    }
+    made.mean, made.std = mean, std
+    made.choices = [*made.placement.choices, as_shown(mean, std, reason)]
+    return warnings
 
 
-def _facts_of_fields(loaders: LoaderBuilder) -> dict[str, Any]:
-    """What `DataModule` says of samples with other fields than an image and a target; decides how many workers read them."""
-    config, data = loaders.config, loaders.config.data
-    items, _ = tried = loaders.first("train", True, data.samples_a_batch)
+def _learn_of_fields(made: DataModule) -> list[str]:
+    """Read the first samples that have other fields than an image and a target, and decide how many workers read the others."""
+    config, data, indices = made.config, made.config.data, made.parts["train"][1]
+    items, _ = made.tried = made.first("train", True, data.samples_a_batch)
     sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
     ahead = data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes
-    train_set, indices = loaders.parts["train"]
     choice = choose_num_workers(data.num_workers, len(indices), bytes_ahead=ahead)
-    loaders.placement = DataPlacement(workers=choice.workers, warnings=choice.warnings)
-    shown = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
-    shown += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
-    return {
-        "classes": tuple(str(name) for name in getattr(train_set, "classes", None) or ()),
-        "choices": shown,
-        "warnings": [],
-        "tried": tried,
-    }
+    made.placement.workers = choice.workers
+    made.choices = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
+    made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
+    return choice.warnings
 
 
 def _files_listed_twice(parts: Parts) -> list[str]:
@@ -185,18 +157,18 @@ def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBal
     return ClassBalance(targets[indices[:]].clamp(0, classes - 1))
 
 
-def _use_batch_sampler(loaders: LoaderBuilder, loader: Loader, node: dict[str, Any]) -> None:
+def _use_batch_sampler(made: DataModule, node: dict[str, Any]) -> None:
     """Let the function of `data.batch_sampler` give the order of the training samples.
 
     Raises:
         UserError: if it gives no samples of the training split, or others when it is called again.
     """
-    dataset, indices = loaders.parts["train"]
+    (dataset, indices), loader = made.parts["train"], made.train.loader
     some = Subset(dataset, indices[:].tolist())
     if (targets := targets_of(dataset)) is not None:
         some.targets = targets[indices[:]]  # type: ignore[attr-defined]  # classes are known without reading samples
     function = functools.partial(make_callable("data.batch_sampler", node), some, loader.batch_size)
-    loader.draws = functools.partial(GivenOrder, function, len(some), loaders.config.seed)
+    loader.draws = functools.partial(GivenOrder, function, len(some), made.config.seed)
     once, again = (loader.draws(0) for _ in range(2))
     if not torch.equal(once.slice(0, once.samples), again.slice(0, again.samples)):
         problem = "gives other samples when it is called again for the same epoch, so a run could not be resumed"
@@ -204,25 +176,8 @@ def _use_batch_sampler(loaders: LoaderBuilder, loader: Loader, node: dict[str, A
     loader.samples = once.samples
 
 
-def _sample(loaders: LoaderBuilder, name: str, index: int) -> tuple[Tensor, Tensor]:
-    """A sample as it is evaluated; it is read with the generators as they are."""
-    dataset = loaders.parts[name][0]
-    read = lambda index: as_pair(dataset[index], index, name)  # noqa: E731
-    image, target = read_sample(read, index, name, loaders.sample_eval, dataset)
-    return as_tensor(image), as_target(target)
-
-
-def _first(loaders: LoaderBuilder, name: str) -> tuple[Tensor, Tensor]:
-    """The first sample of a split that can be read."""
-    read, index = functools.partial(_sample, loaders, name), int(loaders.parts[name][1][0])
-    replacements = loaders.replacements.get(name)
-    return read(index) if replacements is None else replacements.read(read, 0, index, [])
-
-
-def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
-    named = getattr(dataset, "classes", None)
-    if named:
-        return tuple(str(name) for name in named)
+def _numbered_classes(dataset: Dataset[Any]) -> tuple[str, ...]:
+    """The numbers of classes that have no names; empty where targets are none."""
     targets = targets_of(dataset)
     # Only whole numbers, one for each sample, can be classes
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
@@ -236,26 +191,27 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     return tuple(str(number) for number in range(largest + 1))
 
 
-def _measured(loaders: LoaderBuilder) -> tuple[list[float], list[float]]:
+def _measured(made: DataModule) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1.
 
     With `data.on_error=skip`, samples that cannot be read are skipped.
     """
-    dataset, indices = loaders.parts["train"]
+    dataset, indices = made.parts["train"]
 
     def chunks() -> Iterator[tuple[int, Tensor]]:
         # Arrays in memory are measured whole; of files, an even part is enough
-        if isinstance(dataset, ImageArrays) and not loaders.sample_eval:
+        if isinstance(dataset, ImageArrays) and not made.sample_eval:
             for start in range(0, len(indices), 4096):
                 yield start, dataset.images[indices[start : start + 4096]]
             return
+        reader = made.reader("train", False, replacing=False)
         for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
             try:
-                yield index, _sample(loaders, "train", index)[0][None]
+                yield index, reader[0, index][0][None]
             except (MemoryError, DataFailed):
                 raise
             except Exception:
-                if not loaders.replacements:
+                if not made.replacements:
                     raise
 
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()

@@ -25,7 +25,7 @@ from runner.data.bad_samples import BadSample
 from runner.data.loaders import BatchPlan, Loader
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
-from runner.data.samples import Read, SeededDataset, collate
+from runner.data.samples import Collate, Read, SeededDataset
 from runner.instrument.nested import mapped_items
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
@@ -109,7 +109,7 @@ class WorkerLoader(Loader):
         non_blocking: bool = True,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
         timeout_s: float | None = None,
-        collate: Callable[[list[Any]], Read] = collate,
+        collate: Collate | None = None,
     ) -> None:
         super().__init__(plan, device)
         # The task sets it later, once targets have a meaning
@@ -126,7 +126,7 @@ class WorkerLoader(Loader):
                 reader,
                 batch_sampler=self._requests,
                 num_workers=workers,
-                collate_fn=collate,
+                collate_fn=collate or Collate(),
                 pin_memory=pin,
                 worker_init_fn=_start_worker,
                 prefetch_factor=prefetch if workers else None,

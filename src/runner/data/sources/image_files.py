@@ -17,7 +17,7 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import BadSample, BadSamples, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan, Fields, Loader
-from runner.data.module import LoaderBuilder
+from runner.data.module import DataModule
 from runner.data.placement import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
@@ -188,6 +188,6 @@ def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -
     channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
     files.field = fields[0]
-    loaders = LoaderBuilder(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
-    loaders.placement.workers = choose_num_workers(data.num_workers, count).workers
-    return loaders.split("input", False).loader, loaders.bad_samples
+    made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
+    made.placement.workers = choose_num_workers(data.num_workers, count).workers
+    return made.split("input", False).loader, made.bad_samples
