@@ -16,7 +16,7 @@ from read_splits import read_splits
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data import cache as cache_module
+from runner.data.cache import Cache
 from runner.data.loaders import MemoryLoader
 from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
@@ -145,13 +145,13 @@ def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other
 def test_a_run_that_is_asked_to_stop_meanwhile_goes_on_from_the_files(
     photos: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded = cache_module._decoded
+    example = Cache._example
 
-    def interrupted(*args: Any, **named: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return decoded(*args, **named)
+        return example(*args)
 
-    monkeypatch.setattr(cache_module, "_decoded", interrupted)
+    monkeypatch.setattr(Cache, "_example", interrupted)
     splits = put_together(photos, cache="disk", placement="ram")
     assert handled == [signal.SIGTERM]
     assert splits.warnings == [

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader, Prepare
+from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_tensor
 from runner.data.sources.synthetic import synthetic
@@ -54,7 +54,7 @@ def small_loader(
     *,
     transforms: Sequence[Callable[[Any], Any]] = (),
     draws: Callable[[int], EpochOrder] | None = None,
-    prepare: Prepare | None = None,
+    prepare: Any = None,
     rank: int = 0,
     ranks: int = 1,
     shuffle: bool = True,

@@ -22,6 +22,8 @@ from runner.data.sampler import sample_of
 
 SampleTransform = Callable[[Any], Any]
 
+SHARED_MEMORY = "</torch_"
+"""How torch names its shared memory in an error."""
 _SKIP = "data.on_error=skip, which reads other samples instead"
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
@@ -223,6 +225,8 @@ class Collate:
         except (UserError, MemoryError):
             raise
         except Exception as error:
+            if SHARED_MEMORY in str(error):  # there is no room for a batch, whoever makes it
+                raise
             raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}") from error
         data = _plain(tuple(data) if type(data) is list else data)
         return Read(data, tuple(getattr(items, "skipped", ())))
