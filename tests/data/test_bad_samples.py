@@ -58,10 +58,12 @@ def noisy(image: Tensor) -> Tensor:
 
 def loader(broken: set[int] = BROKEN, found: list[BadSample] | None = None, **options: Any) -> WorkerLoader:
     note = (lambda skipped: None) if found is None else found.extend
+    workers = options.pop("workers", 0)
     transforms = options.pop("transforms", ())
     damaged, replacements = Damaged(broken, options.pop("error", None)), ReplacementSampler(3, PART)
     reader = SeededDataset(damaged, 3, transforms, options.pop("replacements", replacements))
-    return WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU, **{"on_skipped": note, **options})
+    settings = Data(dataset={}, **options)
+    return WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU, settings, workers=workers, on_skipped=note)
 
 
 read = functools.partial(small_loaders.read, stop=4)
@@ -82,7 +84,7 @@ def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged
 
 @pytest.mark.parametrize(
     "options",
-    some([{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": False}], 0, 2),
+    some([{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent_workers": False}], 0, 2),
     ids=str,
 )
 def test_replacements_and_their_log_are_the_same_for_any_workers_and_wherever_an_epoch_is_entered(

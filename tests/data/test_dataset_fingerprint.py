@@ -142,12 +142,6 @@ def test_of_a_billion_samples_a_few_are_read_always_the_same_ones() -> None:
     assert max(first.read) > 10**8
 
 
-def test_the_generators_are_left_as_they_were() -> None:
-    before = torch.get_rng_state()
-    of(ARRAYS)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize(
     ("before", "now", "words"),
     [

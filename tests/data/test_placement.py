@@ -16,9 +16,11 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data import placement
+from runner.data.loaders import BatchPlan
 from runner.data.placement import DataPlacement, WorkerChoice, choose_num_workers, plan_placement
+from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
-from runner.data.workers import worker_options
+from runner.data.workers import WorkerLoader
 
 CUDA = torch.device("cuda", 0)
 
@@ -74,8 +76,8 @@ def test_settings_without_effect_are_said_and_no_others(dataset: Any, keys: dict
 def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will(
     device: torch.device, pin_memory: Any, pins: bool
 ) -> None:
-    data = Data(dataset={"_target_": "some.where"}, pin_memory=pin_memory)
-    assert worker_options(data, device)["pin"] == pins
+    settings, batches = Data(dataset={}, pin_memory=pin_memory), BatchPlan(torch.arange(60), 8)
+    assert WorkerLoader(SeededDataset(READ, 0), batches, device, settings)._pin == pins
     assert plan(READ, CUDA, non_blocking=False, num_workers=0).warnings == []
 
 

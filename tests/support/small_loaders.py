@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.config.schema.sections import Data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_tensor
@@ -60,15 +61,16 @@ def small_loader(
     shuffle: bool = True,
     **options: Any,
 ) -> Any:
-    """A loader of batches of 8; with `workers` None one of `ARRAYS` in memory. `options` are those of the kind of loader."""
+    """A loader of batches of 8; with `workers` None one of `ARRAYS` in memory. `options` are those of the loader, or of `data`."""
     fields = None if prepare is None else Fields(["0"], prepare)
     plan = BatchPlan(indices, options.pop("batch_size", 8), 3, shuffle, fields, options.pop("mix", None))
     made: Loader
     if workers is None:
         made = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU, **options)
     else:
-        options = {"persistent": False, **options}
-        made = WorkerLoader(SeededDataset(dataset, 3, transforms), plan, CPU, workers=workers, **options)
+        named = {name: options.pop(name) for name in ("on_skipped", "collate") if name in options}
+        settings = Data(dataset={}, **{"persistent_workers": False, **options})
+        made = WorkerLoader(SeededDataset(dataset, 3, transforms), plan, CPU, settings, workers=workers, **named)
     made.draws, made.world = draws, World(rank=rank, size=ranks)
     return made
 

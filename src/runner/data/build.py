@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,19 @@ from torch.utils.data import Dataset, Subset
 from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.consistency import check_classes, check_images, class_counts, known_targets, shared_groups
 from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.module import DataModule, as_splits, make_callable, read_dataset
+from runner.data.loaders import Batch
+from runner.data.module import DataModule, make_callable, read_datasets
 from runner.data.placement import choose_num_workers, plan_placement
 from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, block_ends
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.listing import in_two_splits
-from runner.data.splits import Parts, make_splits, targets_of
+from runner.data.splits import Parts, groups_of, make_splits, targets_of
 from runner.data.transforms.augment import as_shown
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import as_numbers
-from runner.instrument.nested import mapped_items, tensors_in
+from runner.instrument.nested import fields_of, mapped_items, tensors_in
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
@@ -44,7 +44,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
     data = config.data
-    parts = make_splits(as_splits(read_dataset(data)), data.split)
+    parts = make_splits(read_datasets(data), data.split)
     train_set, train_indices = parts["train"]
     unkept = train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
     made = DataModule(config, device, parts, dtype)
@@ -90,7 +90,7 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
     made.placement = plan_placement(config, parts, transforms, made.device, first, make_cache=make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
-    made.targets, warnings = known_targets(parts, made.sources, examples)
+    made.targets, warnings = _known_targets(parts, made.sources, examples)
     warnings += shared_groups(parts, data.split.group) if data.split.group else []
     made.classes = made.classes or _numbered_classes(train_set)
     channels, height, width = first.shape
@@ -101,14 +101,14 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
     # `check` examines data whose splits do not fit together; all else refuses them
-    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, made.classes)):
+    for check in (functools.partial(_check_images, examples), functools.partial(_check_classes, parts, made.classes)):
         try:
             check()
         except UserError as error:
             made.incompatibilities.append(error)
     targets = targets_of(train_set)
     if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and made.classes:
-        made.class_counts = class_counts(targets[indices[:]], len(made.classes))
+        made.class_counts = _class_counts(targets[indices[:]], len(made.classes))
 
     mean, std, reason = data.normalize.mean, data.normalize.std, ""
     if mean is None or std is None:
@@ -238,3 +238,100 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
     # A constant channel would be divided by zero
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
+
+
+# Whether the splits agree with each other and with their attributes. All targets are checked if they are known without reading
+# samples, and the first image of each split; `check` looks at more.
+
+Examples = Mapping[str, tuple[Tensor, Tensor]]
+"""For each split the image and the target of its first sample."""
+
+
+def _known_targets(
+    parts: Parts, sources: Mapping[str, Dataset[Any]], examples: Examples
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The targets of all samples, (N, ...) for each split where the attribute `targets` agrees with its first sample; warnings.
+
+    `sources` are what is read instead of the data sets. Raises `UserError` if the attribute has another length.
+    """
+    known, warnings = {}, []
+    for name, (dataset, indices) in parts.items():
+        targets, index, read = targets_of(sources[name]), int(indices[0]), examples[name][1]
+        if targets is None:
+            continue
+        samples = len(dataset)  # type: ignore[arg-type]
+        if targets.ndim == 0 or len(targets) != samples:
+            count = "one entry" if targets.ndim == 0 else f"{len(targets)} entries"
+            problem = f"its attribute targets has {count} for {samples} samples of '{name}'"
+            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
+        # One sample tells whether the attribute is in the order of the samples.
+        listed = targets[index]
+        if listed.shape == read.shape and torch.allclose(listed.double(), read.double(), equal_nan=True):
+            known[name] = targets
+        elif getattr(dataset, "target_transform", None) is None:
+            warnings.append(
+                f"data.dataset: its attribute targets has {listed.tolist()} for sample {index} of '{name}', and the sample "
+                f"itself {read.tolist()}: stratified splits and class weights follow the attribute; make them agree"
+            )
+    return known, warnings
+
+
+def _check_classes(parts: Parts, classes: Sequence[str]) -> None:
+    """Raise `UserError` if a class has different numbers in two splits. `classes` is empty for regression."""
+    for name, (dataset, _) in parts.items():
+        theirs = [str(label) for label in getattr(dataset, "classes", None) or ()]
+        for number, (one, other) in enumerate(zip(classes, theirs, strict=False)):
+            if one != other:
+                problem = f"class {number} is '{other}' in '{name}' and '{one}' in 'train'"
+                raise UserError("data.dataset", problem, "the same classes in the same order in every split")
+
+
+def _class_counts(targets: Tensor, classes: int) -> Tensor:
+    """Samples of each class, int64 (classes,); targets that are not class numbers, which the task refuses, do not count."""
+    numbers = targets.long()
+    return torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
+
+
+def _check_images(examples: Examples) -> None:
+    """Raise `UserError` if the images of one split cannot be used with those of another, by the first one of each."""
+    first, _ = examples["train"]
+    for name, (image, _) in examples.items():
+        if len(image) != len(first):
+            problem = f"images of '{name}' have {len(image)} channels, and those of 'train' {len(first)}"
+            raise UserError("data.dataset", problem, "images with the same channels in every split")
+    # Bytes are divided by 255 and floats are not, so splits of both kinds agree only if the floats end at 1.
+    of_bytes = next((name for name, (image, _) in examples.items() if image.dtype == torch.uint8), None)
+    for name, (image, _) in examples.items():
+        low, high = float(image.min()), float(image.max())
+        if of_bytes is not None and image.is_floating_point() and (low < 0 or high > 1):
+            problem = f"images of '{name}' are {image.dtype} with values from {low:g} to {high:g}"
+            problem += f", and those of '{of_bytes}' uint8, which are divided by 255"
+            raise UserError("data.dataset", problem, "uint8 in every split, or floats from 0 to 1")
+
+
+def shared_groups(parts: Parts, group: str) -> list[str]:
+    """Warnings about groups (see `groups_of`) that are in two splits."""
+    groups: dict[str, list[str]] = {}
+    for name, (dataset, indices) in parts.items():
+        try:
+            labels = groups_of(dataset, group)
+        except UserError as error:  # a test set that comes with the data need not name groups
+            problem = error.args[0].splitlines()[0]
+            return [f"whether groups are in '{name}' and in another split is not known: {problem}"]
+        groups[name] = [labels[index] for index in indices[:].tolist()]
+    return [f"data.split.group: {warning}" for warning in in_two_splits("group", groups)]
+
+
+def not_finite(batches: Iterable[Batch], name: str) -> str:
+    """A sentence on the first sample of a split with a number that is not finite; empty if there is none."""
+    known = {"images": "pixels that are", "targets": "a target that is"}
+    for batch in batches:
+        for field, values in fields_of(batch.data).items():
+            if not values.is_floating_point() or values.shape[:1] != batch.indices.shape:
+                continue
+            wrong = (~values.isfinite()).reshape(len(values), -1).any(1)
+            if bool(wrong.any()):
+                index = int(batch.indices[wrong.nonzero()[0, 0]])
+                what = known.get(field, f"a value in '{field}' that is")
+                return f"sample {index} of '{name}' has {what} not finite: correct it, or remove it"
+    return ""

@@ -94,15 +94,14 @@ class Cache:
                 for useless in path.parent.glob(pattern):
                     useless.unlink(missing_ok=True)
             began = time.perf_counter()  # after the wait for another process
-            if stopped() or not self._make(path, key, dataset, split, workers, stopped):
+            if stopped() or not self._make(key, dataset, split, workers, stopped):
                 return Opened(None)
             return Opened(_read(path, key), f"made in {time.perf_counter() - began:.1f} s", found.complaint)
 
-    def _make(
-        self, path: Path, key: str, dataset: Dataset[Any], split: str, workers: int, stopped: Callable[[], bool]
-    ) -> bool:
+    def _make(self, key: str, dataset: Dataset[Any], split: str, workers: int, stopped: Callable[[], bool]) -> bool:
         """Decode all images into files; False, and nothing is left, if a signal asked the run to stop, as after an error."""
-        name, targets, missing = f"{path.stem}-{secrets.token_hex(4)}", list[Tensor](), set[int]()
+        path, targets, missing = self.path(split), list[Tensor](), set[int]()
+        name = f"{path.stem}-{secrets.token_hex(4)}"
         arrays = [path.with_name(f"{name}.npy"), path.with_name(f"{name}-targets.npy")]
         example, everything = self._example(dataset), AllSamples(len(dataset))  # type: ignore[arg-type]
         count = len(everything)
@@ -116,8 +115,8 @@ class Cache:
             SeededDataset(dataset, 0, (), ReplacementSampler(0, everything) if self.skips else None),
             BatchPlan(everything, DECODED_AT_ONCE),
             torch.device("cpu"),
+            Data(dataset={}, persistent_workers=False, timeout_s=None),
             workers=workers,
-            persistent=False,
             on_skipped=lambda found: missing.update(unreadable.sample for unreadable in found),
         )
         with contextlib.ExitStack() as undo:

@@ -25,7 +25,7 @@ from runner.data.samples import Collate, SampleTransform, SeededDataset, stacked
 from runner.data.splits import Parts
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
-from runner.data.workers import WorkerLoader, as_numbers, worker_options
+from runner.data.workers import WorkerLoader, as_numbers
 from runner.instrument.nested import mapped_items, tensors_moved
 
 _TRIED = 2  # samples
@@ -55,21 +55,15 @@ class SplitData:
         return Batch(prepare(tensors_moved(data, device), indices, epoch), indices)
 
 
-def read_dataset(data: Data) -> Any:
-    """What the function or class of `data.dataset` gives."""
-    return build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
-
-
-def as_splits(made: Any) -> dict[str, Dataset[Any]]:
-    """The data sets by the names of their splits."""
+def read_datasets(data: Data) -> dict[str, Dataset[Any]]:
+    """The data sets that the function or class of `data.dataset` gives, by the names of their splits."""
+    made = build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
     datasets = dict(made) if isinstance(made, Mapping) else {"train": made}
     for name, dataset in datasets.items():
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise UserError(
-                "data.dataset",
-                f"its '{name}' is a {type(dataset).__name__}, which has no length or no items",
-                "a map-style data set giving (image, target), or a mapping of split names to such",
-            )
+            problem = f"its '{name}' is a {type(dataset).__name__}, which has no length or no items"
+            allowed = "a map-style data set giving (image, target), or a mapping of split names to such"
+            raise UserError("data.dataset", problem, allowed)
     return datasets
 
 
@@ -190,10 +184,10 @@ class DataModule:
                 self.reader(name, training),
                 plan,
                 self.device,
+                data,
                 workers=self.placement.workers,
                 on_skipped=note,
                 collate=self._collate,
-                **worker_options(data, self.device),
             )
             return SplitData(loader, pipeline, mix, self._collate)
         # A cache knows already which images cannot be read, so that they are noted before training.

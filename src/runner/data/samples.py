@@ -89,7 +89,13 @@ class SeededDataset(Dataset[Any]):
                 item = self.dataset[source]
             else:
                 item = self.dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
-            return _as_pair(item, self._name(source)) if self._pairs else item
+            if not self._pairs:
+                return item
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+                problem = f"{self._name(source)} is not a pair (image, target), but {what}"
+                raise UserError("data.dataset", problem, "data.images=[] for samples of any kind")
+            return item
 
         # The message tells reading from transforming, as each has another cure
         index, transforming = sample_of(place), False
@@ -124,14 +130,6 @@ class SeededDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-
-def _as_pair(item: Any, name: str) -> tuple[Any, Any]:
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
-        problem = f"{name} is not a pair (image, target), but {what}"
-        raise UserError("data.dataset", problem, "data.images=[] for samples of any kind")
-    return item[0], item[1]
 
 
 def _located(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Batches read sample by sample, through worker processes or in this one; workers that die or hang are told in a sentence.
+"""Batches read sample by sample, through worker processes or in this one; reports workers that die or hang.
 
 Uses private attributes of torch's DataLoader iterators (`_workers`, `_shutdown`, `_shutdown_workers`), nowhere else used;
 tests/data/test_worker_failures.py notices a change.
@@ -84,26 +84,15 @@ def _starting() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def worker_options(data: Data, device: torch.device) -> dict[str, Any]:
-    """Options of `WorkerLoader` that the section `data` sets."""
-    return {
-        "prefetch": data.prefetch,
-        "persistent": data.persistent_workers,
-        "pin": device.type == "cuda" and data.pin_memory is not False,
-        "non_blocking": data.non_blocking,
-        "timeout_s": data.timeout_s,
-    }
-
-
 class WorkerLoader(Loader):
     """Batches read sample by sample by worker processes, or by this one; the other arguments are those of `Loader`.
 
     Args:
         reader: reads the samples.
-        workers, prefetch, persistent, pin, timeout_s: of the `DataLoader`; without workers, this process reads.
-        non_blocking: copies overlap with computing.
-        collate: makes a batch of samples.
+        settings: how workers read ahead, and how what they read is copied to the device.
+        workers: number of processes; with 0, this process reads.
         on_skipped: called with samples that could not be read, when their batch is taken.
+        collate: makes a batch of samples.
 
     Attributes:
         check: called with the targets and the samples of every batch, on the CPU, before it is used; may raise.
@@ -116,24 +105,22 @@ class WorkerLoader(Loader):
         reader: SeededDataset,
         plan: BatchPlan,
         device: torch.device,
+        settings: Data,
         *,
         workers: int = 0,
-        prefetch: int = 2,
-        persistent: bool = True,
-        pin: bool = False,
-        non_blocking: bool = True,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
-        timeout_s: float | None = None,
         collate: Collate | None = None,
     ) -> None:
         super().__init__(plan, device)
         # The task sets it later, once targets have a meaning
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
-        self._pin, self._prefetches = pin, non_blocking
+        self._pin = device.type == "cuda" and settings.pin_memory is not False
+        self._prefetches = settings.non_blocking
         # One object for all epochs, as a DataLoader cannot be given another sampler.
         self._requests = _Requests()
-        self._persistent, self._on_skipped, self._timeout_s = persistent, on_skipped, timeout_s
+        self._persistent, self._timeout_s = settings.persistent_workers, settings.timeout_s
+        self._on_skipped = on_skipped
         self._iterator: Any = None
         _LOADERS.add(self)
         with _starting():
@@ -142,10 +129,10 @@ class WorkerLoader(Loader):
                 batch_sampler=self._requests,
                 num_workers=workers,
                 collate_fn=collate or Collate(),
-                pin_memory=pin,
+                pin_memory=self._pin,
                 worker_init_fn=_start_worker,
-                prefetch_factor=prefetch if workers else None,
-                persistent_workers=persistent and workers > 0,
+                prefetch_factor=settings.prefetch if workers else None,
+                persistent_workers=self._persistent and workers > 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
                 generator=torch.Generator().manual_seed(hash_ints(plan.seed, 2)),
             )

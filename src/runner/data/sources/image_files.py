@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -25,7 +25,7 @@ from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, middle_square
 from runner.data.transforms.augment import Pipeline
-from runner.data.workers import WorkerLoader, worker_options
+from runner.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
@@ -169,9 +169,9 @@ def files_loader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
         device,
+        replace(data, persistent_workers=False),
         workers=workers,
         on_skipped=on_unreadable,
-        **worker_options(data, device) | {"persistent": False},
     )
 
 
