@@ -236,17 +236,6 @@ def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) 
         read_splits(data(folder, cache="disk", on_error="raise"))
 
 
-def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Path) -> None:
-    with assembled(data(folder, cache="disk")) as splits:
-        assert len(splits.bad_samples) == 4
-    for name in ("a/00.png", "a/10.png", "b/07.png", "b/39.png"):
-        Image.new("RGB", (6, 6), (1, 2, 3)).save(folder / name)
-    with assembled(data(folder, cache="disk")) as splits:
-        epochs_of(splits)
-        assert not len(splits.bad_samples)
-        assert any("made from other files" in warning for warning in splits.warnings)
-
-
 def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
     dataset = image_folder(str(folder), image_size=6)["train"]
     mapped = Cache(folder.with_name("cache"), "images", {}, skips=True).open(dataset, "train", 0).images

@@ -47,20 +47,13 @@ def test_a_batch_split_changes_no_bit(indices: list[int], cut: int, seed: int, e
     assert all(torch.equal(a, b) for a, b in zip(draw(indices), joined, strict=True))
 
 
-@given(seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40), stream=st.integers(0, 50))
-def test_uniform_numbers_are_at_least_0_and_below_1(seed: int, epoch: int, stream: int) -> None:
-    values = SampleRNG(seed, epoch, torch.arange(500), stream).uniform()
-    assert values.dtype == torch.float32
-    assert values.min() >= 0
-    assert values.max() < 1
-
-
-@given(count=st.integers(1, 1000), seed=st.integers(0, 2**63 - 1))
-def test_integers_are_in_range(count: int, seed: int) -> None:
-    values = SampleRNG(seed, 0, torch.arange(500)).integers(count)
-    assert values.dtype == torch.int64
-    assert values.min() >= 0
-    assert values.max() < count
+@given(seed=st.integers(0, 2**70), epoch=st.integers(0, 2**40), stream=st.integers(0, 50), count=st.integers(1, 1000))
+def test_numbers_are_in_range(seed: int, epoch: int, stream: int, count: int) -> None:
+    rng = SampleRNG(seed, epoch, torch.arange(500), stream)
+    for values, dtype, end in ((rng.uniform(), torch.float32, 1), (rng.integers(count), torch.int64, count)):
+        assert values.dtype == dtype
+        assert values.min() >= 0
+        assert values.max() < end
 
 
 @pytest.mark.parametrize(("seed", "epoch", "stream"), [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (12345, 99, 3)])
@@ -81,7 +74,7 @@ def test_draws_of_one_sample_over_the_epochs_are_uniform() -> None:
     assert abs(correlation(values[1:], values[:-1])) < 0.08
 
 
-def test_streams_epochs_seeds_calls_and_neighbours_are_uncorrelated() -> None:
+def test_streams_epochs_seeds_calls_forks_and_neighbours_are_uncorrelated() -> None:
     rng = SampleRNG(0, 0, MANY)
     first, second = rng.uniform(), rng.uniform()
     others = {
@@ -89,6 +82,8 @@ def test_streams_epochs_seeds_calls_and_neighbours_are_uncorrelated() -> None:
         "epochs": SampleRNG(0, 1, MANY).uniform(),
         "seeds": SampleRNG(1, 0, MANY).uniform(),
         "streams": SampleRNG(0, 0, MANY, 1).uniform(),
+        "first fork": rng.fork(0).uniform(),
+        "second fork": rng.fork(1).uniform(),
         "neighbours": first.roll(1),
     }
     # The standard error of a correlation of 20,000 pairs is 0.007.
@@ -144,23 +139,12 @@ def test_epoch_independent_numbers_are_the_same_in_every_epoch_and_of_no_epoch()
     assert not torch.equal(lasting[0], SampleRNG(1, 0, MANY).without_epoch().uniform())
 
 
-def test_draws_of_several_consumers_are_apart() -> None:
-    rng = SampleRNG(0, 0, MANY, -1)
-    drawn = [rng.uniform(), rng.fork(0).uniform(), rng.fork(1).uniform(), SampleRNG(0, 0, MANY).uniform()]
-    for one, other in itertools.combinations(drawn, 2):
-        assert abs(correlation(one, other)) < 0.035
-
-
 def test_mix_tells_numbers_and_their_order_apart() -> None:
     hashes = [hash_ints(*parts) for parts in itertools.product(range(12), repeat=3)]
     assert len(set(hashes)) == len(hashes)
     assert hash_ints(1, 2) != hash_ints(2, 1)
     assert hash_ints(1) != hash_ints(1, 0)
-
-
-@given(st.lists(st.integers(0, 2**80), max_size=4))
-def test_mix_gives_63_bits(parts: list[int]) -> None:
-    assert 0 <= hash_ints(*parts) < 2**63
+    assert all(0 <= hash_ints(2**80 + part) < 2**63 for part in range(99))
 
 
 def test_mix_changes_half_of_its_bits_with_one_bit_of_input() -> None:
