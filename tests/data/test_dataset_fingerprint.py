@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from runner.config.schema.sections import Data
 from runner.data.dataset_fingerprint import class_changes, data_changes, fingerprint_data
 from runner.data.sampler import AllSamples, Indices
 from runner.data.sources.arrays import ImageArrays
@@ -167,6 +169,9 @@ def test_data_that_are_others_at_every_reading_are_known_by_their_length() -> No
     before = of(changing)
     assert before != of(changing)
     assert data_changes(before, of(changing), lambda: of(changing)) == []
+    node = {"_target_": f"{__name__}.Counted", "length": 1000, "changes": True}
+    splits = read_splits(Data(dataset=node, on_error="skip", num_workers=0))
+    assert data_changes(splits.fingerprint(), splits.fingerprint(), splits.fingerprint) == []
     longer = of(Counted(1001, changes=True))
     assert data_changes(before, longer, lambda: of(changing)) == ["'train' has 1,001 samples instead of 1,000"]
 

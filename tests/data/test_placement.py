@@ -102,18 +102,20 @@ def test_images_live_on_a_gpu_that_has_room(
     assert [warning.split()[0] for warning in said] == ["data.pin_memory=true", "data.non_blocking=false"]
 
 
-def test_images_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "placement", "words"),
+    [
+        (ARRAYS, "device", r"'device' needs 0.0 GiB, and 0.0 GiB on cuda:0 are free\n.*allowed: auto or ram"),
+        (READ, "device", r"'device' needs .* in memory\n.*or data.cache=disk"),
+        (READ, "ram", r"'ram' needs .* in memory\n.*or data.cache=disk"),
+    ],
+)
+def test_images_that_there_is_no_room_for_or_that_are_read_one_by_one_cannot_live_in_memory(
+    dataset: Any, placement: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
-    with pytest.raises(
-        UserError, match=r"'device' needs 0.0 GiB, and 0.0 GiB on cuda:0 are free\n.*allowed: auto or ram"
-    ):
-        plan(device=CUDA, placement="device")
-
-
-@pytest.mark.parametrize("placement", ["device", "ram"])
-def test_images_read_one_by_one_cannot_live_in_memory_without_a_cache(placement: str) -> None:
-    with pytest.raises(UserError, match=rf"data.placement: '{placement}' needs .* in memory\n.*or data.cache=disk"):
-        plan(READ, placement=placement)
+    with pytest.raises(UserError, match=f"data.placement: {words}"):
+        plan(dataset, CUDA, placement=placement)
 
 
 AS_SET = ("data path", "workers", "as set")

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, Subset
 from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch
 from runner.data.module import DataModule, make_callable, read_datasets
 from runner.data.placement import choose_num_workers, plan_placement
@@ -73,8 +72,6 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         made.warnings.append(f"data.shuffle_window={data.shuffle_window} {problem}")
     if data.batch_sampler is not None:
         _use_batch_sampler(made, data.batch_sampler)
-    digests = functools.partial(fingerprint_data, parts, made.sources, pairs=made.pairs, ends=made.ends)
-    made.fingerprint = functools.cache(digests)
     if not made.pairs:  # the functions that make batches of samples are tried before a model is built
         _ = made.trial
     return made

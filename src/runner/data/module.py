@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.config.targets import FACTS, build, resolve
 from runner.data.bad_samples import NOT_READ, BadSample, BadSamples, ReplacementSampler
+from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.placement import DataPlacement
 from runner.data.sampler import AllSamples
@@ -97,7 +98,6 @@ class DataModule:
     val: SplitData | None = None
     test: SplitData | None = None
     train_for_eval: SplitData = field(init=False)  # the training split in order, without augmentation
-    fingerprint: Callable[[], dict[str, Any]] = field(init=False)  # computes a fingerprint of the data, for checkpoints
     classes: tuple[str, ...] = ()  # names; empty for regression
     class_counts: Tensor | None = None  # training samples of each class, int64 (C,)
     channels: int = 0
@@ -148,6 +148,10 @@ class DataModule:
     def sample_eval(self) -> list[SampleTransform]:
         """Those of evaluations."""
         return callables("transform.sample_eval", self.config.transform.sample_eval)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Read a few samples, and compute what tells these data from others, for checkpoints."""
+        return fingerprint_data(self.parts, self.sources, pairs=self.pairs, ends=self.ends)
 
     def reader(self, name: str, training: bool, *, replacing: bool = True) -> SeededDataset:
         """Reads samples of a split, as training or evaluations get them; `replacing` those that cannot be read, as configured."""
