@@ -57,13 +57,10 @@ def noisy(image: Tensor) -> Tensor:
 
 
 def loader(broken: set[int] = BROKEN, found: list[BadSample] | None = None, **options: Any) -> WorkerLoader:
-    note = (lambda skipped: None) if found is None else found.extend
-    workers = options.pop("workers", 0)
-    transforms = options.pop("transforms", ())
-    damaged, replacements = Damaged(broken, options.pop("error", None)), ReplacementSampler(3, PART)
-    reader = SeededDataset(damaged, 3, transforms, options.pop("replacements", replacements))
-    settings = Data(dataset={}, **options)
-    return WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU, settings, workers=workers, on_skipped=note)
+    note, damaged = ([] if found is None else found).extend, Damaged(broken, options.pop("error", None))
+    options = {"workers": 0, "on_skipped": note, "replacements": ReplacementSampler(3, PART), **options}
+    made: WorkerLoader = small_loaders.small_loader(dataset=damaged, indices=PART, **options)
+    return made
 
 
 read = functools.partial(small_loaders.read, stop=4)

@@ -52,6 +52,9 @@ cases = pytest.mark.parametrize(
 )
 
 
+GROWING = ("runner.data.transforms.growing.GrowingSize", {"smallest": 5, "begin": 2, "end": 4})  # square images only
+
+
 def built(target: str, arguments: dict[str, Any]) -> Any:
     from runner.config.targets import build
 
@@ -109,7 +112,7 @@ def batches(splits: DataModule) -> list[Batch]:
 
 
 @pytest.mark.parametrize("channels_last", some([False, True], 1))
-@pytest.mark.parametrize(("target", "arguments"), [*CASES, *MIX.items()], ids=str)
+@pytest.mark.parametrize(("target", "arguments"), [*CASES, *MIX.items(), GROWING], ids=str)
 def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str, Any], channels_last: bool) -> None:
     node = {"_target_": target, **arguments}
     transform = Transform(mix=node) if target in MIX else Transform(train=[node])

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import ReplacementSampler
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_tensor
@@ -56,6 +57,7 @@ def small_loader(
     transforms: Sequence[Callable[[Any], Any]] = (),
     draws: Callable[[int], EpochOrder] | None = None,
     prepare: Any = None,
+    replacements: ReplacementSampler | None = None,
     rank: int = 0,
     ranks: int = 1,
     shuffle: bool = True,
@@ -70,7 +72,9 @@ def small_loader(
     else:
         named = {name: options.pop(name) for name in ("on_skipped", "collate") if name in options}
         settings = Data(dataset={}, **{"persistent_workers": False, **options})
-        made = WorkerLoader(SeededDataset(dataset, 3, transforms), plan, CPU, settings, workers=workers, **named)
+        made = WorkerLoader(
+            SeededDataset(dataset, 3, transforms, replacements), plan, CPU, settings, workers=workers, **named
+        )
     made.draws, made.world = draws, World(rank=rank, size=ranks)
     return made
 
