@@ -81,13 +81,13 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
     """Set what is known of images and targets, and decide how they are read; returns warnings."""
     config, data, parts, (train_set, indices) = made.config, made.config.data, made.parts, made.parts["train"]
     firsts = {name: made.first(name, False, 1) for name in parts}
-    examples = made.examples = {name: items[0] for name, (items, _) in firsts.items()}
-    made.tried, first = firsts["train"], examples["train"][0]
+    made.examples, made.tried = {name: items[0] for name, (items, _) in firsts.items()}, firsts["train"]
+    first = made.examples["train"][0]
     transforms = made.sample_train, made.sample_eval
     made.placement = plan_placement(config, parts, transforms, made.device, first, make_cache=make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
-    made.targets, warnings = _known_targets(parts, made.sources, examples)
+    warnings = _learn_targets(made)
     warnings += shared_groups(parts, data.split.group) if data.split.group else []
     made.classes = made.classes or _numbered_classes(train_set)
     channels, height, width = first.shape
@@ -98,14 +98,12 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
     # `check` examines data whose splits do not fit together; all else refuses them
-    for check in (functools.partial(_check_images, examples), functools.partial(_check_classes, parts, made.classes)):
-        try:
-            check()
-        except UserError as error:
-            made.incompatibilities.append(error)
-    targets = targets_of(train_set)
-    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and made.classes:
-        made.class_counts = _class_counts(targets[indices[:]], len(made.classes))
+    made.incompatibilities = [*_different_images(made.examples), *_different_classes(parts, made.classes)]
+    targets, classes = targets_of(train_set), len(made.classes)
+    if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
+        # What is no class number, which the task refuses, does not count
+        numbers = targets[indices[:]].long()
+        made.class_counts = torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
 
     mean, std, reason = data.normalize.mean, data.normalize.std, ""
     if mean is None or std is None:
@@ -240,20 +238,15 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
 # Whether the splits agree with each other and with their attributes. All targets are checked if they are known without reading
 # samples, and the first image of each split; `check` looks at more.
 
-Examples = Mapping[str, tuple[Tensor, Tensor]]
-"""For each split the image and the target of its first sample."""
 
+def _learn_targets(made: DataModule) -> list[str]:
+    """Set the targets of each split where the attribute `targets` agrees with its first sample; returns warnings of others.
 
-def _known_targets(
-    parts: Parts, sources: Mapping[str, Dataset[Any]], examples: Examples
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The targets of all samples, (N, ...) for each split where the attribute `targets` agrees with its first sample; warnings.
-
-    `sources` are what is read instead of the data sets. Raises `UserError` if the attribute has another length.
+    Raises `UserError` if the attribute has another length.
     """
-    known, warnings = {}, []
-    for name, (dataset, indices) in parts.items():
-        targets, index, read = targets_of(sources[name]), int(indices[0]), examples[name][1]
+    warnings = []
+    for name, (dataset, indices) in made.parts.items():
+        targets, index, read = targets_of(made.sources[name]), int(indices[0]), made.examples[name][1]
         if targets is None:
             continue
         samples = len(dataset)  # type: ignore[arg-type]
@@ -264,38 +257,32 @@ def _known_targets(
         # One sample tells whether the attribute is in the order of the samples.
         listed = targets[index]
         if listed.shape == read.shape and torch.allclose(listed.double(), read.double(), equal_nan=True):
-            known[name] = targets
+            made.targets[name] = targets
         elif getattr(dataset, "target_transform", None) is None:
             warnings.append(
                 f"data.dataset: its attribute targets has {listed.tolist()} for sample {index} of '{name}', and the sample "
                 f"itself {read.tolist()}: stratified splits and class weights follow the attribute; make them agree"
             )
-    return known, warnings
+    return warnings
 
 
-def _check_classes(parts: Parts, classes: Sequence[str]) -> None:
-    """Raise `UserError` if a class has different numbers in two splits. `classes` is empty for regression."""
+def _different_classes(parts: Parts, classes: Sequence[str]) -> Iterator[UserError]:
+    """Classes that have different numbers in two splits; `classes` is empty for regression."""
     for name, (dataset, _) in parts.items():
         theirs = [str(label) for label in getattr(dataset, "classes", None) or ()]
         for number, (one, other) in enumerate(zip(classes, theirs, strict=False)):
             if one != other:
                 problem = f"class {number} is '{other}' in '{name}' and '{one}' in 'train'"
-                raise UserError("data.dataset", problem, "the same classes in the same order in every split")
+                yield UserError("data.dataset", problem, "the same classes in the same order in every split")
 
 
-def _class_counts(targets: Tensor, classes: int) -> Tensor:
-    """Samples of each class, int64 (classes,); targets that are not class numbers, which the task refuses, do not count."""
-    numbers = targets.long()
-    return torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
-
-
-def _check_images(examples: Examples) -> None:
-    """Raise `UserError` if the images of one split cannot be used with those of another, by the first one of each."""
+def _different_images(examples: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[UserError]:
+    """Why images of one split cannot be used with those of another, by the first one of each."""
     first, _ = examples["train"]
     for name, (image, _) in examples.items():
         if len(image) != len(first):
             problem = f"images of '{name}' have {len(image)} channels, and those of 'train' {len(first)}"
-            raise UserError("data.dataset", problem, "images with the same channels in every split")
+            yield UserError("data.dataset", problem, "images with the same channels in every split")
     # Bytes are divided by 255 and floats are not, so splits of both kinds agree only if the floats end at 1.
     of_bytes = next((name for name, (image, _) in examples.items() if image.dtype == torch.uint8), None)
     for name, (image, _) in examples.items():
@@ -303,7 +290,7 @@ def _check_images(examples: Examples) -> None:
         if of_bytes is not None and image.is_floating_point() and (low < 0 or high > 1):
             problem = f"images of '{name}' are {image.dtype} with values from {low:g} to {high:g}"
             problem += f", and those of '{of_bytes}' uint8, which are divided by 255"
-            raise UserError("data.dataset", problem, "uint8 in every split, or floats from 0 to 1")
+            yield UserError("data.dataset", problem, "uint8 in every split, or floats from 0 to 1")
 
 
 def shared_groups(parts: Parts, group: str) -> list[str]:

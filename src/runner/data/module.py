@@ -111,7 +111,7 @@ class DataModule:
     # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
     examples: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
-    targets: Mapping[str, Tensor] = field(default_factory=dict)
+    targets: dict[str, Tensor] = field(default_factory=dict)
     # Why the splits cannot be used together; `check` examines such data, all else refuses them.
     incompatibilities: list[UserError] = field(default_factory=list)
     # The first samples of the training split with their indices, where samples are not pairs.
