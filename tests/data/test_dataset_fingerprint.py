@@ -13,6 +13,7 @@ from PIL import Image
 from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
+from torchvision.datasets import ImageFolder as Torchvisions
 
 from runner.config.schema.sections import Data
 from runner.data.dataset_fingerprint import class_changes, data_changes, fingerprint_data
@@ -84,13 +85,13 @@ def test_all_targets_count_though_few_samples_are_read(place: int) -> None:
     assert (of(Labelled(targets), half) == of(before, half)) == (place % 2 == 1), "those of the split alone"
 
 
-def folder(root: Path, count: int = 60) -> dict[str, ImageFolder]:
-    for number in range(count):
+def folder(root: Path) -> Path:
+    for number in range(60):
         path = root / "ab"[number % 2] / f"{number:02}.bmp"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 256, (4, 4 + number % 3, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path)
-    return image_folder(str(root), image_size=4)
+    return root
 
 
 def exchange(one: Path, other: Path) -> None:
@@ -99,33 +100,28 @@ def exchange(one: Path, other: Path) -> None:
     other.write_bytes(ours)
 
 
-def test_files_of_a_folder_that_are_moved_or_of_another_size_are_other_data(tmp_path: Path) -> None:
-    before = of(folder(tmp_path / "one")["train"])
-    assert before == of(folder(tmp_path / "elsewhere")["train"])
-    root = tmp_path / "one"
+def own(root: Path) -> ImageFolder:
+    return image_folder(str(root), image_size=4)["train"]
+
+
+@pytest.mark.parametrize("listed", [own, Torchvisions])
+def test_files_of_a_folder_that_are_moved_or_of_another_size_are_other_data(listed: Any, tmp_path: Path) -> None:
+    root = folder(tmp_path / "one")
+    before = of(listed(root))
+    assert before == of(listed(folder(tmp_path / "elsewhere")))
     exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")  # of different sizes
-    now = of(image_folder(str(root), image_size=4)["train"])
+    now = of(listed(root))
     assert "'train' has other files" in data_changes(before, now, lambda: now)[0]
     exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")
     (root / "a" / "30.bmp").rename(root / "b" / "30.bmp")
     (root / "b" / "31.bmp").rename(root / "a" / "31.bmp")
-    now = of(image_folder(str(root), image_size=4)["train"])
+    now = of(listed(root))
     (clause,) = data_changes(before, now, lambda: now)
     assert clause.startswith("'train' has other ")
-    (root / "a" / "31.bmp").unlink()
-    assert of(ImageFolder([root / "a" / "31.bmp"], [0], ["a"])) is not None, (
-        "one that is gone is reported where it is read"
-    )
 
 
-def test_files_that_torchvision_lists_count_too(tmp_path: Path) -> None:
-    from torchvision.datasets import ImageFolder as Torchvisions
-
-    folder(tmp_path / "one")
-    before = of(Torchvisions(tmp_path / "one"))
-    exchange(tmp_path / "one" / "a" / "30.bmp", tmp_path / "one" / "b" / "31.bmp")
-    now = of(Torchvisions(tmp_path / "one"))
-    assert "'train' has other files" in data_changes(before, now, lambda: now)[0]
+def test_a_file_that_is_gone_is_reported_where_it_is_read(tmp_path: Path) -> None:
+    assert of(ImageFolder([tmp_path / "31.bmp"], [0], ["a"])) is not None
 
 
 def test_a_checkpoint_of_an_older_version_is_compared_by_what_it_has() -> None:
