@@ -87,7 +87,7 @@ def rows(splits: DataModule) -> dict[str, tuple[str, str]]:
 
 def test_the_files_are_beside_the_images_or_where_configured(photos: Path, tmp_path: Path) -> None:
     first = rows(put_together(photos, cache="disk"))
-    assert first["data path"] == ("cache file", "0.0 MiB of images, and the CPU computes")
+    assert first["data path"] == ("cache file", "18.0 KiB of images, and the CPU computes")
     for split in ("train", "test"):
         path, done = first[f"{split} cache"]
         assert Path(path).parent == tmp_path / "photos.cache"

@@ -84,8 +84,8 @@ def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will(
 @pytest.mark.parametrize(
     ("free", "placement", "where", "reason"),
     [
-        (10**9, "auto", CUDA, "0.0 MiB of images fit"),
-        (1000, "auto", CPU, "0.0 MiB of images are over 30% of the device's free memory"),
+        (10**9, "auto", CUDA, "6.3 KiB of images fit"),
+        (1000, "auto", CPU, "6.3 KiB of images are over 30% of the device's free memory"),
         (10**9, "device", CUDA, "as set"),
         (10**9, "ram", CPU, "as set"),
     ],
@@ -124,7 +124,7 @@ AS_SET = ("data path", "workers", "as set")
 @pytest.mark.parametrize(
     ("dataset", "keys", "choices"),
     [
-        (ARRAYS, {}, [("data path", "in RAM", "0.0 MiB of images, and the CPU computes")]),
+        (ARRAYS, {}, [("data path", "in RAM", "6.3 KiB of images, and the CPU computes")]),
         (ARRAYS, {"placement": "ram"}, [("data path", "in RAM", "as set")]),
         (ARRAYS, {"placement": "device"}, [("data path", "in RAM", "as set")]),
         (ARRAYS, {"placement": "disk", "num_workers": 1}, [AS_SET]),

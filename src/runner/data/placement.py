@@ -200,7 +200,8 @@ def _place(plan: DataPlacement, data: Data, parts: Parts, sample_transforms: boo
 
 def _choose_home(wanted: str, size: int, device: torch.device) -> tuple[torch.device, str]:
     """Where images of `size` bytes live, and why: on the device if they are to or fit well, else in CPU memory."""
-    shown, cpu = f"{size / 2**20:.1f} MiB of images", torch.device("cpu")
+    number = f"{size / 2**20:.1f} MiB" if size >= 2**16 else f"{size / 2**10:.1f} KiB"
+    shown, cpu = f"{number} of images", torch.device("cpu")
     if wanted == "ram" or device.type == "cpu":
         return cpu, f"{shown}, and the CPU computes" if wanted == "auto" else "as set"
     if device.type == "cuda":
