@@ -74,10 +74,10 @@ class ReplacementSampler:
 
         Both are int64 on the CPU, of shape (B,) and (U,). Raises `UserError` if all replacements of a sample fail.
         """
-        known, sources = set(unreadable.tolist()), places.clone()
+        sources = places.clone()
 
         def read(source: int) -> int:
-            if source in known:
+            if bool((unreadable == source).any()):
                 raise UserError(NOT_READ)
             return source
 
