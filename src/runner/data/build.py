@@ -101,7 +101,7 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
     made.incompatibilities = [*_different_images(made.examples), *_different_classes(parts, made.classes)]
     targets, classes = targets_of(train_set), len(made.classes)
     if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
-        # What is no class number, which the task refuses, does not count
+        # The task refuses numbers outside of the classes, which do not count here
         numbers = targets[indices[:]].long()
         made.class_counts = torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
 

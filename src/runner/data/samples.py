@@ -32,8 +32,7 @@ class Read(NamedTuple):
     """A batch as it was read, in shared memory if a worker read it.
 
     Attributes:
-        data: images (B, C, H, W), uint8 with values 0 to 255 or float, and targets (B, ...), an array; or what `data.collate` has
-            made.
+        data: images (B, C, H, W), uint8 from 0 to 255 or float, and targets (B, ...), an array; or what `data.collate` made.
         skipped: the samples that could not be read, which others replace.
     """
 
