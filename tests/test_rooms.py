@@ -182,7 +182,7 @@ BUDGET = {
     "base": 941,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_443,
     "config": 3_658,
-    "data": 7_997,  # boxes, outlines and names of all readers are checked alike
+    "data": 7_852,  # boxes, outlines and names of all readers are checked alike
     "distributed": 837,
     "engine": 2_937,
     "instrument": 631,  # attributes of a task, which a trial puts back

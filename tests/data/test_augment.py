@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_draws import Scripted
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms.v2 import functional as reference
 
 from runner.base.errors import UserError
 from runner.data.sample_rng import SampleRNG
@@ -258,3 +260,135 @@ def test_equal_transforms_at_two_places_draw_apart() -> None:
     pipeline(pictures(50), torch.arange(50), 1)
     assert not torch.equal(seen[0], seen[1])
     assert not torch.equal(seen[0], seen[2])
+
+
+# Changes of colour mean what they mean in torchvision
+
+
+def with_greys(count: int = 6, channels: int = 3) -> Tensor:
+    images = torch.rand(count, channels, 9, 7, generator=torch.Generator().manual_seed(0))
+    images[:, :, 0] = images[:, :1, 0]  # a row of greys, whose hue is not defined
+    images[:, :, 1] = 0
+    images[:, :, 2] = 1
+    return images
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.25, 0.5, 0.875])
+@pytest.mark.parametrize("name", ["brightness", "contrast", "saturation"])
+def test_a_factor_does_what_it_does_in_torchvision(name: str, drawn: float) -> None:
+    images = with_greys()
+    off = dict.fromkeys(("brightness", "contrast", "saturation", "hue"), 0.0)
+    out = ColorJitter(**off | {name: 0.6})(images, Scripted(6, drawn))
+    expected = getattr(reference, f"adjust_{name}")(images, 0.4 + 1.2 * drawn)
+    assert torch.allclose(out, expected, atol=2e-4)  # torchvision rounds the weights of the channels to 4 digits
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.2, 0.5, 0.625, 0.999])
+@pytest.mark.parametrize("hue", [0.1, 0.5])
+def test_a_hue_is_turned_as_in_torchvision(hue: float, drawn: float) -> None:
+    images = with_greys()
+    out = ColorJitter(0, 0, 0, hue)(images, Scripted(6, drawn))
+    assert torch.allclose(out, reference.adjust_hue(images, (2 * drawn - 1) * hue), atol=1e-5)
+
+
+def test_the_order_is_brightness_contrast_saturation_hue() -> None:
+    images = with_greys()
+    out = ColorJitter(0.5, 0.5, 0.5, 0.2)(images, Scripted(6, 0.9, 0.8, 0.7, 0.6))
+    expected = reference.adjust_contrast(reference.adjust_brightness(images, 1.4), 1.3)
+    expected = reference.adjust_hue(reference.adjust_saturation(expected, 1.2), 0.04)
+    assert torch.allclose(out, expected, atol=5e-4)
+
+
+def test_bytes_are_those_of_floats_rounded() -> None:
+    images = (with_greys() * 255).round().to(torch.uint8)
+    jitter = ColorJitter(0.4, 0.4, 0.4, 0.1)
+    out = jitter(images, SampleRNG(2, 0, torch.arange(6)))
+    floats = jitter(images.float() / 255, SampleRNG(2, 0, torch.arange(6)))
+    assert out.dtype == torch.uint8
+    assert (out.float() - floats * 255).abs().max() <= 0.51
+
+
+def test_factors_are_uniform_and_never_negative() -> None:
+    grey = torch.full((5000, 1, 1, 1), 0.25)
+    out = ColorJitter(2.0, 0, 0, 0)(grey, SampleRNG(1, 0, torch.arange(5000))) / 0.25
+    counts = torch.histc(out, 10, 0, 3)
+    assert 0 <= out.min() < 0.01
+    assert 2.99 < out.max() <= 3 + 1e-6
+    assert float(((counts - 500).square() / 500).sum()) < 30  # chi-squared, 9 degrees of freedom
+
+
+def test_grey_images_take_brightness_and_contrast_and_refuse_the_rest() -> None:
+    images = with_greys(channels=1)
+    out = ColorJitter(0.4, 0.4, 0, 0)(images, Scripted(6, 0.75, 0.25))
+    expected = reference.adjust_contrast(reference.adjust_brightness(images, 1.2), 0.8)
+    assert torch.allclose(out, expected, atol=1e-4)
+    for saturation, hue in ((0.4, 0.0), (0.0, 0.1)):
+        with pytest.raises(ValueError, match="3 channels, and these have 1; allowed: saturation: 0 and hue: 0"):
+            ColorJitter(0, 0, saturation, hue)(images, SampleRNG(0, 0, torch.arange(6)))
+
+
+# Resized crops
+
+
+def ramps(count: int, height: int, width: int) -> Tensor:
+    """Images whose two channels say where a pixel is, from 0 to 1 between the edges of the image."""
+    down, across = (torch.arange(size) + 0.5 for size in (height, width))
+    grid = torch.stack(torch.broadcast_tensors((down / height)[:, None], (across / width)[None]))
+    return grid.expand(count, -1, -1, -1).contiguous()
+
+
+def boxes(out: Tensor) -> tuple[Tensor, Tensor]:
+    """Height and width of the parts that images of ramps were cut from, as shares; taken away from the edges."""
+    height, width = out.shape[-2:]
+    rows, columns = out[:, 0, :, width // 2], out[:, 1, height // 2]
+    middle = height // 2, width // 2
+    tall = (rows[:, middle[0]] - rows[:, middle[0] - 1]) * height
+    wide = (columns[:, middle[1]] - columns[:, middle[1] - 1]) * width
+    return tall, wide
+
+
+@pytest.mark.parametrize(("start", "offset"), [(0.0, 0), (0.5, 2), (1.0, 4)])
+def test_a_part_is_enlarged_bilinearly(start: float, offset: int) -> None:
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    out = RandomResizedCrop((0.25, 0.25), (1.0, 1.0))(images, Scripted(2, 0.0, 0.0, start, 0.5))
+    expected = F.interpolate(images[:, :, offset : offset + 4, 2:6], size=(8, 8), mode="bilinear", align_corners=False)
+    # The outermost pixels look half a pixel over the edge of the part.
+    assert torch.allclose(out[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float16])
+def test_the_whole_image_comes_out_as_it_is(dtype: torch.dtype) -> None:
+    images = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
+    images = images if dtype == torch.uint8 else (images / 255).to(dtype)
+    out = RandomResizedCrop((1.0, 1.0), (7 / 5, 7 / 5))(images, SampleRNG(0, 0, torch.arange(2)))
+    assert out.dtype == dtype
+    assert torch.allclose(out.float(), images.float(), atol=2e-6)
+
+
+def test_areas_are_uniform_and_shapes_log_uniform_within_their_limits() -> None:
+    images = ramps(4000, 48, 48)
+    tall, wide = boxes(RandomResizedCrop((0.1, 0.4), (0.5, 2.0))(images, SampleRNG(3, 0, torch.arange(4000))))
+    area, shape = tall * wide, (wide / tall).log2()
+    for values, low, high in ((area, 0.1, 0.4), (shape, -1.0, 1.0)):
+        assert low - 2e-3 < values.min() < low + 0.01 * (high - low) + 2e-3
+        assert high + 2e-3 > values.max() > high - 0.01 * (high - low) - 2e-3
+        counts = torch.histc(values, 10, low, high)
+        assert float(((counts - 400).square() / 400).sum()) < 30  # chi-squared, 9 degrees of freedom
+
+
+@pytest.mark.parametrize(("height", "width"), [(8, 40), (40, 8), (24, 24)])
+def test_a_part_lies_within_the_image_whatever_its_shape(height: int, width: int) -> None:
+    images = ramps(1000, height, width)
+    tall, wide = boxes(RandomResizedCrop((0.5, 1.0))(images, SampleRNG(5, 0, torch.arange(1000))))
+    assert max(tall.max(), wide.max()) <= 1 + 1e-4
+    area = tall * wide
+    assert 0.5 - 1e-3 < area.min() < 0.52
+    assert 0.98 < area.max() < 1 + 1e-3
+
+
+def test_parts_come_from_everywhere() -> None:
+    out = RandomResizedCrop((0.25, 0.25), (1.0, 1.0))(ramps(2000, 16, 16), SampleRNG(1, 0, torch.arange(2000)))
+    for channel in range(2):
+        middles = out[:, channel].mean((1, 2))
+        counts = torch.histc(middles, 5, 0.25, 0.75)
+        assert float(((counts - 400).square() / 400).sum()) < 25  # chi-squared, 4 degrees of freedom

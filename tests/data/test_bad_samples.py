@@ -27,7 +27,7 @@ from runner.data.cache import Cache
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.data.module import DataModule
 from runner.data.sampler import AllSamples
-from runner.data.samples import SeededDataset, read_sample
+from runner.data.samples import SeededDataset
 from runner.data.sources.folders import image_folder
 from runner.data.workers import WorkerLoader
 
@@ -57,11 +57,10 @@ def noisy(image: Tensor) -> Tensor:
 
 
 def loader(broken: set[int] = BROKEN, found: list[BadSample] | None = None, **options: Any) -> WorkerLoader:
-    note = (lambda skipped: None) if found is None else found.extend
-    transforms = options.pop("transforms", ())
-    damaged, replacements = Damaged(broken, options.pop("error", None)), ReplacementSampler(3, PART)
-    reader = SeededDataset(damaged, 3, transforms, options.pop("replacements", replacements))
-    return WorkerLoader(reader, BatchPlan(PART, 8, 3, True), CPU, **{"on_skipped": note, **options})
+    note, damaged = ([] if found is None else found).extend, Damaged(broken, options.pop("error", None))
+    options = {"workers": 0, "on_skipped": note, "replacements": ReplacementSampler(3, PART), **options}
+    made: WorkerLoader = small_loaders.small_loader(dataset=damaged, indices=PART, **options)
+    return made
 
 
 read = functools.partial(small_loaders.read, stop=4)
@@ -82,7 +81,7 @@ def test_a_replacement_is_another_sample_of_the_split_and_the_rest_are_unchanged
 
 @pytest.mark.parametrize(
     "options",
-    some([{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent": False}], 0, 2),
+    some([{}, {"workers": 1, "prefetch": 1}, {"workers": 3, "prefetch": 8, "persistent_workers": False}], 0, 2),
     ids=str,
 )
 def test_replacements_and_their_log_are_the_same_for_any_workers_and_wherever_an_epoch_is_entered(
@@ -234,17 +233,6 @@ def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) 
         read_splits(data(folder, cache="disk", on_error="raise"))
 
 
-def test_a_damaged_image_that_is_mended_is_read_again_into_the_cache(folder: Path) -> None:
-    with assembled(data(folder, cache="disk")) as splits:
-        assert len(splits.bad_samples) == 4
-    for name in ("a/00.png", "a/10.png", "b/07.png", "b/39.png"):
-        Image.new("RGB", (6, 6), (1, 2, 3)).save(folder / name)
-    with assembled(data(folder, cache="disk")) as splits:
-        epochs_of(splits)
-        assert not len(splits.bad_samples)
-        assert any("made from other files" in warning for warning in splits.warnings)
-
-
 def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
     dataset = image_folder(str(folder), image_size=6)["train"]
     mapped = Cache(folder.with_name("cache"), "images", {}, skips=True).open(dataset, "train", 0).images
@@ -285,7 +273,7 @@ def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, all
             note([BadSample(39, "bad")])
 
 
-class Named:
+class Named(Dataset[Any]):
     """Knows the files of its samples."""
 
     def path(self, index: int) -> str:
@@ -297,6 +285,6 @@ class Named:
 
 def test_an_error_names_the_file_of_the_sample_if_the_data_set_knows_it() -> None:
     with pytest.raises(UserError, match=r"sample 7 of 'train', folder/7.png, cannot be read: ValueError: no image \("):
-        read_sample(lambda index: Named()[index], 7, "train", (), Named())
+        SeededDataset(Named(), 0, split="train")[0, 7]
     with pytest.raises(UserError, match=r"sample 7 of 'train' cannot be read"):
-        read_sample(lambda index: Named()[index], 7, "train", (), object())
+        SeededDataset(Damaged({7}), 0, split="train")[0, 7]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
-import tarfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from small_loaders import CPU, PART, Listed
+from read_splits import read_words
+from small_loaders import PART, Listed
+from tar_files import cls, samples, write_tar
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.config.load import problems_in
-from runner.config.schema import VERBS
-from runner.data.build import read_data
 from runner.data.sampler import LISTED, AllSamples, BlockOrder, block_ends
 
 block_sizes = st.lists(st.integers(0, 30), min_size=1, max_size=40).filter(any)
@@ -159,34 +154,17 @@ SMALL = (
 STARTS = range(0, 48, 6)
 
 
-def write_shard(path: Path, numbers: Iterable[int]) -> None:
-    """A tar file of random images, and their classes."""
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for number in numbers:
-            generator = torch.Generator().manual_seed(number)
-            pixels = torch.randint(256, (8, 8, 3), generator=generator, dtype=torch.uint8)
-            Image.fromarray(pixels.numpy()).save(image := io.BytesIO(), "png")
-            for extension, content in (("png", image.getvalue()), ("cls", str(number % 3).encode())):
-                member = tarfile.TarInfo(f"{number:03d}.{extension}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Eight shards of six images."""
     for start in STARTS:
-        write_shard(tmp_path / "shards" / f"{start:03d}.tar", range(start, start + 6))
+        write_tar(tmp_path / "shards" / f"{start:03d}.tar", samples(range(start, start + 6), cls))
     return tmp_path / "shards"
 
 
 def order_of(compose: Any, epoch: int, *words: str) -> Tensor:
     """The samples of an epoch of training."""
-    composition = compose(*SMALL, *words)
-    config, found = problems_in(composition.values, composition, VERBS["train"])
-    assert not found
-    train = read_data(config, CPU, dtype=torch.float32).train
+    train = read_words(compose, *SMALL, *words).train
     batches = math.ceil(train.samples / train.loader.batch_size)
     return torch.cat([batch.indices for batch in train.loader.batches(epoch, 0, batches)])
 
@@ -206,10 +184,7 @@ def test_shards_of_a_run_come_whole_in_windows(root: Path, compose: Any) -> None
 def test_a_window_without_blocks_is_reported(root: Path, compose: Any) -> None:
     whole = ("data.images=['0']", "transform=none", "data.normalize={mean: [0.5], std: [1]}")
     for words, reported in (((), False), (("data.shuffle=true",), True), ((*whole, "data.shuffle=false"), True)):
-        composition = compose(*SMALL, f"data.root={root}", "data.shuffle_window=2", *words)
-        config, found = problems_in(composition.values, composition, VERBS["train"])
-        assert not found
-        warnings = read_data(config, CPU, dtype=torch.float32).warnings
+        warnings = read_words(compose, *SMALL, f"data.root={root}", "data.shuffle_window=2", *words).warnings
         assert any("data.shuffle_window=2 has no effect" in text for text in warnings) == reported
 
 
@@ -230,7 +205,7 @@ def test_inside_an_epoch_a_run_refuses_another_window_and_other_shards(root: Pat
     resume = ("train", f"ckpt_path={stopped.directory}", "max_steps=null")
     assert "data.shuffle_window: cannot change when resuming inside" in rejected(*resume, "data.shuffle_window=3").err
     # The same images in the same order, in another number of files
-    write_shard(root / "000.tar", range(12))
+    write_tar(root / "000.tar", samples(range(12), cls))
     (root / "006.tar").unlink()
     for words in ((), ("data.identity=ignore",)):
         assert "is divided into other shards" in rejected(*resume, *words).err

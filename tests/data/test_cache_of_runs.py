@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -13,10 +14,11 @@ import torch
 from extended import some
 from PIL import Image
 from read_splits import read_splits
+from small_loaders import same
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Normalize, Split, Transform
-from runner.data import cache as cache_module
+from runner.data.cache import Cache
 from runner.data.loaders import MemoryLoader
 from runner.data.module import DataModule
 from runner.data.workers import WorkerLoader
@@ -42,29 +44,19 @@ AUGMENTED = Transform(
 NOISY = Transform(sample_train=[{"_target_": "runner.data.transforms.crops.RandomResizedCrop", "size": None}])
 
 
-def put_together(root: Path, transform: Transform | None = None, **keys: Any) -> DataModule:
+def put_together(root: Path, transform: Transform | None = None, make_cache: bool = True, **keys: Any) -> DataModule:
     settings: dict[str, Any] = {"image_size": 16, "batch_size": 5, "num_workers": 0, "split": Split(val=0.2)}
     node = {"_target_": "runner.data.sources.folders.image_folder"}
     data = Data(dataset=node, root=str(root), **(settings | keys))
-    return read_splits(data, transform, batch_size=4)
+    return read_splits(data, transform, batch_size=4, make_cache=make_cache)
 
 
 def assert_same_batches(one: DataModule, other: DataModule) -> None:
     assert (one.mean, one.std, one.classes) == (other.mean, other.std, other.classes)
     assert torch.equal(one.class_counts, other.class_counts)  # type: ignore[arg-type]
-    for first, second in zip(
-        (one.train, one.val, one.test, one.train_for_eval),
-        (other.train, other.val, other.test, other.train_for_eval),
-        strict=True,
-    ):
-        assert first is not None
-        assert second is not None
-        for epoch in (0, 1):
-            batches = zip(first.loader.batches(epoch, 0, 4), second.loader.batches(epoch, 0, 4), strict=True)
-            for ours, theirs in batches:
-                for name in ("images", "targets", "indices"):
-                    assert torch.equal(getattr(ours, name), getattr(theirs, name))
-                    assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+    for name, epoch in itertools.product(("train", "val", "test", "train_for_eval"), (0, 1)):
+        ours, theirs = (list(getattr(each, name).loader.batches(epoch, 0, 4)) for each in (one, other))
+        assert same(ours, theirs)
 
 
 CASES: dict[str, tuple[Transform, dict[str, Any]]] = {
@@ -95,7 +87,7 @@ def rows(splits: DataModule) -> dict[str, tuple[str, str]]:
 
 def test_the_files_are_beside_the_images_or_where_configured(photos: Path, tmp_path: Path) -> None:
     first = rows(put_together(photos, cache="disk"))
-    assert first["data path"] == ("cache file", "0.0 MiB of images, and the CPU computes")
+    assert first["data path"] == ("cache file", "18.0 KiB of images, and the CPU computes")
     for split in ("train", "test"):
         path, done = first[f"{split} cache"]
         assert Path(path).parent == tmp_path / "photos.cache"
@@ -108,9 +100,7 @@ def test_the_files_are_beside_the_images_or_where_configured(photos: Path, tmp_p
 
 def test_what_reads_images_once_uses_a_cache_that_is_there_and_makes_none(photos: Path, tmp_path: Path) -> None:
     def read_once(placement: Any = "auto") -> DataModule:
-        node = {"_target_": "runner.data.sources.folders.image_folder"}
-        data = Data(dataset=node, root=str(photos), image_size=16, cache="disk", num_workers=0, placement=placement)
-        return read_splits(data, batch_size=4, make_cache=False)
+        return put_together(photos, make_cache=False, cache="disk", placement=placement)
 
     splits = read_once()
     assert rows(splits) == rows(read_once())
@@ -145,13 +135,13 @@ def test_crops_from_whole_images_and_a_cache_of_their_middles_exclude_each_other
 def test_a_run_that_is_asked_to_stop_meanwhile_goes_on_from_the_files(
     photos: Path, handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded = cache_module._decoded
+    example = Cache._example
 
-    def interrupted(*args: Any, **named: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return decoded(*args, **named)
+        return example(*args)
 
-    monkeypatch.setattr(cache_module, "_decoded", interrupted)
+    monkeypatch.setattr(Cache, "_example", interrupted)
     splits = put_together(photos, cache="disk", placement="ram")
     assert handled == [signal.SIGTERM]
     assert splits.warnings == [

@@ -80,16 +80,6 @@ def test_without_batches_there_are_none(gpu: Gpu) -> None:
     assert list(prefetch_to_cuda(making(gpu, 0), CUDA)) == []
 
 
-def test_an_error_of_a_batch_comes_through_and_leaves_the_side_stream(gpu: Gpu) -> None:
-    def broken() -> Iterator[Any]:
-        yield (Item(gpu, 0),)
-        raise OSError("gone")
-
-    batches = prefetch_to_cuda(broken(), CUDA)
-    with pytest.raises(OSError, match="gone"):
-        list(batches)
-
-
 def test_elsewhere_the_batches_are_given_as_they_are() -> None:
     batches = iter([(torch.zeros(1),)])
     assert prefetch_to_cuda(batches, torch.device("cpu")) is batches

@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from runner.base.errors import UserError
+from runner.config.schema.sections import Data
 from runner.data.loaders import BatchPlan
 from runner.data.samples import SeededDataset
 from runner.data.sources.folders import image_folder
@@ -152,7 +153,7 @@ def test_folders_that_cannot_be_a_data_set_are_reported(root, prepare, message):
 def test_the_message_survives_a_loader_worker(root):
     (root / "train/cat/1.png").write_bytes(b"broken")
     reader = SeededDataset(image_folder(str(root))["train"], 0)
-    loader = WorkerLoader(reader, BatchPlan(torch.arange(6), 3), torch.device("cpu"), workers=1, persistent=False)
+    loader = WorkerLoader(reader, BatchPlan(torch.arange(6), 3), torch.device("cpu"), Data(dataset={}), workers=1)
     with contextlib.closing(loader), pytest.raises(UserError, match=r"^cannot read the image .*1\.png"):
         list(loader.batches(0, 0, 2))
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Split
-from runner.data.consistency import shared_groups
+from runner.data.build import shared_groups
 from runner.data.sources.folders import image_folder
 from runner.data.splits import groups_of, make_splits
 

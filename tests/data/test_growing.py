@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from runner.data.sample_rng import SampleRNG
 from runner.data.transforms.growing import GrowingSize
@@ -23,19 +22,6 @@ def test_the_size_is_that_of_the_epoch(dtype: torch.dtype) -> None:
     assert [each.shape[-1] for each in seen] == [128, 128, 128, 160, 192, 192, 192]
     assert all(each.shape[-2] == each.shape[-1] and each.dtype == dtype for each in seen)
     assert all(torch.allclose(each.float(), torch.tensor(7.0)) for each in seen)
-
-
-@pytest.mark.extended
-def test_a_run_trains_on_growing_images_with_the_same_bits_for_any_workers_and_after_a_resume(train: Any) -> None:
-    whole, workers = train(*WORDS), train(*WORDS, "data.num_workers=2", "data.placement=disk")
-    stopped = train(*WORDS, "max_steps=70")
-    resumed = train(f"ckpt_path={stopped.directory}", "max_steps=null")
-    weights = [load_file(run.directory / "checkpoints" / "last.safetensors") for run in (whole, workers, resumed)]
-    plain = load_file(train(*WORDS, "transform.train=[]").directory / "checkpoints" / "last.safetensors")
-    for name, tensor in weights[0].items():
-        assert torch.equal(tensor, weights[1][name])
-        assert torch.equal(tensor, weights[2][name])
-    assert any(not torch.equal(tensor, plain[name]) for name, tensor in weights[0].items())
 
 
 def test_images_that_are_too_small_are_refused(rejected: Any) -> None:

@@ -16,9 +16,11 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data import placement
+from runner.data.loaders import BatchPlan
 from runner.data.placement import DataPlacement, WorkerChoice, choose_num_workers, plan_placement
+from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
-from runner.data.workers import worker_options
+from runner.data.workers import WorkerLoader
 
 CUDA = torch.device("cuda", 0)
 
@@ -74,16 +76,16 @@ def test_settings_without_effect_are_said_and_no_others(dataset: Any, keys: dict
 def test_memory_is_pinned_for_cuda_alone_and_not_against_the_users_will(
     device: torch.device, pin_memory: Any, pins: bool
 ) -> None:
-    data = Data(dataset={"_target_": "some.where"}, pin_memory=pin_memory)
-    assert worker_options(data, device)["pin"] == pins
+    settings, batches = Data(dataset={}, pin_memory=pin_memory), BatchPlan(torch.arange(60), 8)
+    assert WorkerLoader(SeededDataset(READ, 0), batches, device, settings)._pin == pins
     assert plan(READ, CUDA, non_blocking=False, num_workers=0).warnings == []
 
 
 @pytest.mark.parametrize(
     ("free", "placement", "where", "reason"),
     [
-        (10**9, "auto", CUDA, "0.0 MiB of images fit"),
-        (1000, "auto", CPU, "0.0 MiB of images are over 30% of the device's free memory"),
+        (10**9, "auto", CUDA, "6.3 KiB of images fit"),
+        (1000, "auto", CPU, "6.3 KiB of images are over 30% of the device's free memory"),
         (10**9, "device", CUDA, "as set"),
         (10**9, "ram", CPU, "as set"),
     ],
@@ -100,18 +102,20 @@ def test_images_live_on_a_gpu_that_has_room(
     assert [warning.split()[0] for warning in said] == ["data.pin_memory=true", "data.non_blocking=false"]
 
 
-def test_images_that_a_gpu_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dataset", "placement", "words"),
+    [
+        (ARRAYS, "device", r"'device' needs 0.0 GiB, and 0.0 GiB on cuda:0 are free\n.*allowed: auto or ram"),
+        (READ, "device", r"'device' needs .* in memory\n.*or data.cache=disk"),
+        (READ, "ram", r"'ram' needs .* in memory\n.*or data.cache=disk"),
+    ],
+)
+def test_images_that_there_is_no_room_for_or_that_are_read_one_by_one_cannot_live_in_memory(
+    dataset: Any, placement: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 10**9))
-    with pytest.raises(
-        UserError, match=r"'device' needs 0.0 GiB, and 0.0 GiB on cuda:0 are free\n.*allowed: auto or ram"
-    ):
-        plan(device=CUDA, placement="device")
-
-
-@pytest.mark.parametrize("placement", ["device", "ram"])
-def test_images_read_one_by_one_cannot_live_in_memory_without_a_cache(placement: str) -> None:
-    with pytest.raises(UserError, match=rf"data.placement: '{placement}' needs .* in memory\n.*or data.cache=disk"):
-        plan(READ, placement=placement)
+    with pytest.raises(UserError, match=f"data.placement: {words}"):
+        plan(dataset, CUDA, placement=placement)
 
 
 AS_SET = ("data path", "workers", "as set")
@@ -120,7 +124,7 @@ AS_SET = ("data path", "workers", "as set")
 @pytest.mark.parametrize(
     ("dataset", "keys", "choices"),
     [
-        (ARRAYS, {}, [("data path", "in RAM", "0.0 MiB of images, and the CPU computes")]),
+        (ARRAYS, {}, [("data path", "in RAM", "6.3 KiB of images, and the CPU computes")]),
         (ARRAYS, {"placement": "ram"}, [("data path", "in RAM", "as set")]),
         (ARRAYS, {"placement": "device"}, [("data path", "in RAM", "as set")]),
         (ARRAYS, {"placement": "disk", "num_workers": 1}, [AS_SET]),

@@ -99,7 +99,7 @@ def test_batches_are_gathered_at_most_so_many_at_a_time(at_once: int, times: int
 
 
 def test_closing_a_marked_loader_ends_the_workers_of_the_loader_itself() -> None:
-    loader = small_loader(1, persistent=True)
+    loader = small_loader(1, persistent_workers=True)
     with_ranges = loader_in_ranges(loader, Diary(), 9)
     list(with_ranges.batches(0, 0, 3))
     (worker,) = loader._iterator._workers

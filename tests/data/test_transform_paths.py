@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from extended import some
-from read_splits import read_splits
+from read_splits import read_splits, read_words
 from small_loaders import read, same
 
 from runner.config.schema.sections import Data, Transform
@@ -50,6 +50,9 @@ CASES = [*TRAIN.items(), *FURTHER]
 cases = pytest.mark.parametrize(
     ("target", "arguments"), CASES, ids=[f"{target.rsplit('.')[-1]}-{words}" for target, words in CASES]
 )
+
+
+GROWING = ("runner.data.transforms.growing.GrowingSize", {"smallest": 5, "begin": 2, "end": 4})  # square images only
 
 
 def built(target: str, arguments: dict[str, Any]) -> Any:
@@ -109,7 +112,7 @@ def batches(splits: DataModule) -> list[Batch]:
 
 
 @pytest.mark.parametrize("channels_last", some([False, True], 1))
-@pytest.mark.parametrize(("target", "arguments"), [*CASES, *MIX.items()], ids=str)
+@pytest.mark.parametrize(("target", "arguments"), [*CASES, *MIX.items(), GROWING], ids=str)
 def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str, Any], channels_last: bool) -> None:
     node = {"_target_": target, **arguments}
     transform = Transform(mix=node) if target in MIX else Transform(train=[node])
@@ -126,20 +129,9 @@ def test_memory_and_workers_give_the_same_bits(target: str, arguments: dict[str,
 
 @pytest.mark.extended
 def test_augmix_changes_images_alike_for_any_number_of_workers(compose: Any) -> None:
-    words = ("data=synthetic", "data.dataset.samples=40", "data.image_size=8", "data.batch_size=16", "data.hflip=0.5")
-    node = compose(*words, "transform=augmix").values["transform"]
-    dataset = {"_target_": "runner.data.sources.synthetic.synthetic", "samples": 40, "image_size": 8, "classes": 5}
-    plain = Transform(**node | {"sample_train": []})
-    found = []
-    for workers, transform in ((0, Transform(**node)), (2, Transform(**node)), (0, plain)):
-        data = Data(
-            dataset=dataset, batch_size=16, num_workers=workers if transform is not plain else "auto", pin_memory=False
-        )
-        splits = read_splits(data, transform)
-        if transform is not plain:
-            assert splits.choices[0] == ("data path", "workers", "transform has sample transforms")
-        found.append(batches(splits))
-    alone, shared, unchanged = found
+    words = ("data=synthetic", "data.dataset.samples=40", "data.image_size=8", "data.batch_size=16", "transform=augmix")
+    options = ("data.num_workers=0", "data.num_workers=2", "transform.sample_train=[]")
+    alone, shared, unchanged = (batches(read_words(compose, *words, option)) for option in options)
     assert same(alone, shared)
     changed = [not torch.equal(*images) for images in zip(alone[0].images, unchanged[0].images, strict=True)]
     assert sum(changed) > 8, "each image has draws of its own, and few of them leave it as it is"

@@ -60,7 +60,7 @@ class Numbered(Dataset[Any]):
 
 
 def loader(wrong: str = "", workers: int = 2, side: int = 2, **options: Any) -> WorkerLoader:
-    options = {"persistent": True, **options}
+    options = {"persistent_workers": True, **options}
     made: WorkerLoader = small_loader(workers, Numbered(wrong, side), torch.arange(80), shuffle=False, **options)
     return made
 
@@ -87,7 +87,7 @@ def gone(pids: list[int]) -> bool:
 )
 @pytest.mark.filterwarnings("ignore:ERROR. Unexpected")
 def test_a_worker_that_dies_is_named_with_its_signal(wrong: str, words: str, persistent: bool) -> None:
-    made = loader(wrong, persistent=persistent)
+    made = loader(wrong, persistent_workers=persistent)
     batches = made.batches(0, 0, 10)
     with contextlib.closing(made):
         first = next(batches)
@@ -152,7 +152,7 @@ def test_a_custom_loader_before_ours_changes_nothing() -> None:
 
 @pytest.mark.parametrize("persistent", some([True, False], 1))
 def test_a_worker_that_hangs_is_waited_for_as_long_as_configured(persistent: bool) -> None:
-    made = loader("hangs", timeout_s=1.0, persistent=persistent)
+    made = loader("hangs", timeout_s=1.0, persistent_workers=persistent)
     with contextlib.closing(made):
         batches = made.batches(0, 0, 10)
         next(batches)
@@ -186,7 +186,7 @@ def test_workers_that_are_frozen_are_waited_for_as_long_as_configured(frozen_whe
 
 @pytest.mark.parametrize("persistent", some([True, False], 0))
 def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
-    made = loader(workers=3, persistent=persistent)
+    made = loader(workers=3, persistent_workers=persistent)
     batches = made.batches(0, 0, 10)
     next(batches)
     pids = [worker.pid for worker in made._iterator._workers]
@@ -199,22 +199,25 @@ def test_frozen_workers_do_not_hold_up_the_end(persistent: bool) -> None:
     assert gone(pids)
 
 
-HANGING = """
-import pathlib, sys, time
-sys.path[:0] = sys.argv[1:]
+LEFT_RUNNING = """
+import sys
+sys.path[:0] = sys.argv[2:]
 from test_worker_failures import loader
 
-made = loader("hangs", workers=1, prefetch=1)
-batches = made.batches(0, 0, 10)
-for _ in range(5):
-    next(batches)
+kept = []
+for persistent in (True, False):
+    made = loader(sys.argv[1], workers=1, prefetch=1, persistent_workers=persistent)
+    batches = made.batches(0, 0, 10)
+    for _ in range(5):
+        next(batches)
+    kept += [made, batches]
 raise SystemExit(3)
 """
 
 
-@pytest.mark.extended
-def test_a_process_ends_although_its_worker_hangs() -> None:
-    command = [sys.executable, "-c", HANGING, *FOLDERS]
+@pytest.mark.parametrize("wrong", some(["", "hangs"], 0))
+def test_a_process_that_ends_in_the_middle_of_an_epoch_does_not_wait_for_its_workers(wrong: str) -> None:
+    command = [sys.executable, "-c", LEFT_RUNNING, wrong, *FOLDERS]
     done = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")
 

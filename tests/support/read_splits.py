@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from runner.config.load import problems_in
+from runner.config.schema import VERBS
 from runner.config.schema.sections import Data, Evaluate, Transform
 from runner.config.schema.train import Train
 from runner.data.build import read_data
@@ -25,3 +27,11 @@ def read_splits(
     """The splits of `data_config`, on the CPU; `settings` are its other arguments."""
     config = data_config(data, transform, **({"seed": 3} | settings))
     return read_data(config, torch.device("cpu"), make_cache=make_cache, dtype=torch.float32)
+
+
+def read_words(compose: Any, *words: str) -> DataModule:
+    """The data of `train` with these words, on the CPU."""
+    composition = compose(*words)
+    config, found = problems_in(composition.values, composition, VERBS["train"])
+    assert not found
+    return read_data(config, torch.device("cpu"), dtype=torch.float32)

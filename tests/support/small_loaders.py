@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader, Prepare
+from runner.config.schema.sections import Data
+from runner.data.bad_samples import ReplacementSampler
+from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_tensor
 from runner.data.sources.synthetic import synthetic
@@ -54,21 +56,25 @@ def small_loader(
     *,
     transforms: Sequence[Callable[[Any], Any]] = (),
     draws: Callable[[int], EpochOrder] | None = None,
-    prepare: Prepare | None = None,
+    prepare: Any = None,
+    replacements: ReplacementSampler | None = None,
     rank: int = 0,
     ranks: int = 1,
     shuffle: bool = True,
     **options: Any,
 ) -> Any:
-    """A loader of batches of 8; with `workers` None one of `ARRAYS` in memory. `options` are those of the kind of loader."""
+    """A loader of batches of 8; with `workers` None one of `ARRAYS` in memory. `options` are those of the loader, or of `data`."""
     fields = None if prepare is None else Fields(["0"], prepare)
     plan = BatchPlan(indices, options.pop("batch_size", 8), 3, shuffle, fields, options.pop("mix", None))
     made: Loader
     if workers is None:
         made = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU, **options)
     else:
-        options = {"persistent": False, **options}
-        made = WorkerLoader(SeededDataset(dataset, 3, transforms), plan, CPU, workers=workers, **options)
+        named = {name: options.pop(name) for name in ("on_skipped", "collate") if name in options}
+        settings = Data(dataset={}, **{"persistent_workers": False, **options})
+        made = WorkerLoader(
+            SeededDataset(dataset, 3, transforms, replacements), plan, CPU, settings, workers=workers, **named
+        )
     made.draws, made.world = draws, World(rank=rank, size=ranks)
     return made
 

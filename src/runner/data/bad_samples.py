@@ -74,18 +74,14 @@ class ReplacementSampler:
 
         Both are int64 on the CPU, of shape (B,) and (U,). Raises `UserError` if all replacements of a sample fail.
         """
-        # Most batches have none of these, and are returned as they are
-        spots = torch.isin(places, unreadable).nonzero()[:, 0].tolist()
-        if not spots:
-            return places
-        known, sources = set(unreadable.tolist()), places.clone()
+        sources = places.clone()
 
         def read(source: int) -> int:
-            if source in known:
+            if bool((unreadable == source).any()):
                 raise UserError(NOT_READ)
             return source
 
-        for spot in spots:
+        for spot in torch.isin(places, unreadable).nonzero()[:, 0].tolist():
             sources[spot] = self.read(read, epoch, int(places[spot]), [])
         return sources
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,25 +15,22 @@ from torch.utils.data import Dataset, Subset
 from runner.base.errors import DataFailed, UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.consistency import check_classes, check_images, class_counts, known_targets, shared_groups
-from runner.data.dataset_fingerprint import fingerprint_data
-from runner.data.loaders import Loader
-from runner.data.module import DataModule, LoaderBuilder, as_splits, make_callable, read_dataset
-from runner.data.placement import DataPlacement, choose_num_workers, plan_placement
-from runner.data.sample_rng import preserved_rng
-from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, EpochOrder, GivenOrder, Indices
-from runner.data.samples import as_pair, as_target, as_tensor, read_sample
+from runner.data.loaders import Batch
+from runner.data.module import DataModule, make_callable, read_datasets
+from runner.data.placement import choose_num_workers, plan_placement
+from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, block_ends
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.listing import in_two_splits
-from runner.data.splits import Parts, make_splits, targets_of
+from runner.data.splits import Parts, groups_of, make_splits, targets_of
 from runner.data.transforms.augment import as_shown
 from runner.data.transforms.mixing import Mixing
 from runner.data.workers import as_numbers
-from runner.instrument.nested import mapped_items, tensors_in
+from runner.instrument.nested import fields_of, mapped_items, tensors_in
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
+_GIVEN = "data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
 
 
 def read_data(config: Train, device: torch.device, *, make_cache: bool = False, dtype: torch.dtype) -> DataModule:
@@ -46,120 +43,91 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
         UserError: if the data cannot be found, read or split, or do not fit the settings.
     """
     data = config.data
-    parts = make_splits(as_splits(read_dataset(data)), data.split)
-    train_set = parts["train"][0]
+    parts = make_splits(read_datasets(data), data.split)
+    train_set, train_indices = parts["train"]
     unkept = train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
-    loaders = LoaderBuilder(config, device, parts, dtype)
+    made = DataModule(config, device, parts, dtype)
+    made.ends = block_ends(train_set, train_indices) if data.shuffle == "blocks" else None
+    made.classes = tuple(str(name) for name in getattr(train_set, "classes", None) or ())
     # The first samples tell what batches are like, before anything is built for them
-    facts = _facts_of_pairs(loaders, make_cache) if loaders.pairs else _facts_of_fields(loaders)
-    warnings = [*loaders.placement.warnings, *unkept, *facts.pop("warnings"), *_files_listed_twice(parts)]
+    facts = _learn_of_pairs(made, make_cache) if made.pairs else _learn_of_fields(made)
+    made.warnings = [*made.placement.warnings, *unkept, *facts, *_files_listed_twice(parts)]
     # Mixing needs the number of classes to make probabilities of targets
     if (node := config.transform.mix) is not None:
-        loaders.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(facts["classes"]) or None)
+        made.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(made.classes) or None)
     # The training split is read a second time without augmentation, for BatchNorm's statistics and for checks
-    train, train_for_eval = loaders.split("train", True), loaders.split("train", False)
+    made.train, made.train_for_eval = made.split("train", True), made.split("train", False)
+    made.val, made.test = (made.split(name, False) if name in parts else None for name in ("val", "test"))
+    loader = made.train.loader
     # Balanced sampling is only for training: evaluations count every sample once
-    draws: Callable[[int], EpochOrder] | None = None
     if data.sampler == "balanced":
-        balance = _balance(facts["targets"].get("train"), parts["train"][1], len(facts["classes"]))
-        draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
+        balance = _balance(made.targets.get("train"), train_indices, len(made.classes))
+        loader.draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
         amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
-        facts["choices"].append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
-    if loaders.ends is not None:
-        draws = functools.partial(BlockOrder, loaders.ends, data.shuffle_window, config.seed)
+        made.choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
+    if made.ends is not None:
+        loader.draws = functools.partial(BlockOrder, made.ends, data.shuffle_window, config.seed)
     elif data.shuffle_window != Data.shuffle_window:
         problem = f"has no effect: data.shuffle={str(data.shuffle).lower()} is not blocks"
-        warnings.append(f"data.shuffle_window={data.shuffle_window} {problem}")
-    train.loader.draws = draws
+        made.warnings.append(f"data.shuffle_window={data.shuffle_window} {problem}")
     if data.batch_sampler is not None:
-        _use_batch_sampler(loaders, train.loader, data.batch_sampler)
-    fingerprint = functools.partial(fingerprint_data, parts, loaders.sources, pairs=loaders.pairs, ends=loaders.ends)
-    made = DataModule(
-        loaders=loaders,
-        train=train,
-        val=loaders.split("val", False) if "val" in parts else None,
-        test=loaders.split("test", False) if "test" in parts else None,
-        train_for_eval=train_for_eval,
-        fingerprint=functools.cache(fingerprint),
-        warnings=warnings,
-        **facts,
-    )
+        _use_batch_sampler(made, data.batch_sampler)
     if not made.pairs:  # the functions that make batches of samples are tried before a model is built
         _ = made.trial
     return made
 
 
-def _facts_of_pairs(loaders: LoaderBuilder, make_cache: bool) -> dict[str, Any]:
-    """What `DataModule` says of images and targets; decides how they are read."""
-    config, parts = loaders.config, loaders.parts
-    data, (train_set, indices) = config.data, parts["train"]
-    examples = {"train": _first(loaders, "train")}
-    # Other splits are read without a trace in the generators: the run is the same whichever splits there are.
-    with preserved_rng():
-        examples |= {name: _first(loaders, name) for name in parts if name != "train"}
-    transforms, first = (loaders.sample_train, loaders.sample_eval), examples["train"][0]
-    loaders.placement = plan_placement(config, parts, transforms, loaders.device, first, make_cache=make_cache)
+def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
+    """Set what is known of images and targets, and decide how they are read; returns warnings."""
+    config, data, parts, (train_set, indices) = made.config, made.config.data, made.parts, made.parts["train"]
+    firsts = {name: made.first(name, False, 1) for name in parts}
+    made.examples, made.tried = {name: items[0] for name, (items, _) in firsts.items()}, firsts["train"]
+    first = made.examples["train"][0]
+    transforms = made.sample_train, made.sample_eval
+    made.placement = plan_placement(config, parts, transforms, made.device, first, make_cache=make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
-    known, warnings = known_targets(parts, loaders.sources, examples)
+    warnings = _learn_targets(made)
     warnings += shared_groups(parts, data.split.group) if data.split.group else []
-    classes, (channels, height, width) = _classes(train_set), first.shape
+    made.classes = made.classes or _numbered_classes(train_set)
+    channels, height, width = first.shape
+    made.channels, made.image_size = channels, (height, width)
     # Files are resized when they are read, and transforms may crop them again
-    cropped = isinstance(train_set, ImageList) and loaders.sample_eval
+    cropped = isinstance(train_set, ImageList) and made.sample_eval
     if data.image_size is not None and not cropped and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
         warnings.append(f"data.image_size={data.image_size} {problem}")
     # `check` examines data whose splits do not fit together; all else refuses them
-    incompatibilities = []
-    for check in (functools.partial(check_images, examples), functools.partial(check_classes, parts, classes)):
-        try:
-            check()
-        except UserError as error:
-            incompatibilities.append(error)
-    targets, counts = targets_of(train_set), None
+    made.incompatibilities = [*_different_images(made.examples), *_different_classes(parts, made.classes)]
+    targets, classes = targets_of(train_set), len(made.classes)
     if targets is not None and targets.ndim == 1 and not targets.is_floating_point() and classes:
-        counts = class_counts(targets[indices[:]], len(classes))
+        # The task refuses numbers outside of the classes, which do not count here
+        numbers = targets[indices[:]].long()
+        made.class_counts = torch.bincount(numbers[(numbers >= 0) & (numbers < classes)], minlength=classes)
 
     mean, std, reason = data.normalize.mean, data.normalize.std, ""
     if mean is None or std is None:
-        mean, std = _measured(loaders)
+        mean, std = _measured(made)
         reason = "measured on the training split"
     if len(mean) not in (1, channels):
         problem = f"has {len(mean)} values, but the images have {channels} channels"
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
-    loaders.mean, loaders.std = mean, std
-    return {
-        "classes": classes,
-        "class_counts": counts,
-        "channels": channels,
-        "image_size": (height, width),
-        "mean": mean,
-        "std": std,
-        "choices": [*loaders.placement.choices, as_shown(mean, std, reason)],
-        "warnings": warnings,
-        "examples": examples,
-        "targets": known,
-        "incompatibilities": incompatibilities,
-    }
+    made.mean, made.std = mean, std
+    made.choices = [*made.placement.choices, as_shown(mean, std, reason)]
+    return warnings
 
 
-def _facts_of_fields(loaders: LoaderBuilder) -> dict[str, Any]:
-    """What `DataModule` says of samples with other fields than an image and a target; decides how many workers read them."""
-    config, data = loaders.config, loaders.config.data
-    items, _ = tried = loaders.first("train", True, data.samples_a_batch)
+def _learn_of_fields(made: DataModule) -> list[str]:
+    """Read the first samples that have other fields than an image and a target, and decide how many workers read the others."""
+    config, data, indices = made.config, made.config.data, made.parts["train"][1]
+    items, _ = made.tried = made.first("train", True, data.samples_a_batch)
     sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
     ahead = data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes
-    train_set, indices = loaders.parts["train"]
     choice = choose_num_workers(data.num_workers, len(indices), bytes_ahead=ahead)
-    loaders.placement = DataPlacement(workers=choice.workers, warnings=choice.warnings)
-    shown = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
-    shown += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
-    return {
-        "classes": tuple(str(name) for name in getattr(train_set, "classes", None) or ()),
-        "choices": shown,
-        "warnings": [],
-        "tried": tried,
-    }
+    made.placement.workers = choice.workers
+    made.choices = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
+    made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
+    return choice.warnings
 
 
 def _files_listed_twice(parts: Parts) -> list[str]:
@@ -185,18 +153,18 @@ def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBal
     return ClassBalance(targets[indices[:]].clamp(0, classes - 1))
 
 
-def _use_batch_sampler(loaders: LoaderBuilder, loader: Loader, node: dict[str, Any]) -> None:
+def _use_batch_sampler(made: DataModule, node: dict[str, Any]) -> None:
     """Let the function of `data.batch_sampler` give the order of the training samples.
 
     Raises:
         UserError: if it gives no samples of the training split, or others when it is called again.
     """
-    dataset, indices = loaders.parts["train"]
+    (dataset, indices), loader = made.parts["train"], made.train.loader
     some = Subset(dataset, indices[:].tolist())
     if (targets := targets_of(dataset)) is not None:
         some.targets = targets[indices[:]]  # type: ignore[attr-defined]  # classes are known without reading samples
     function = functools.partial(make_callable("data.batch_sampler", node), some, loader.batch_size)
-    loader.draws = functools.partial(GivenOrder, function, len(some), loaders.config.seed)
+    loader.draws = functools.partial(GivenOrder, function, len(some), made.config.seed)
     once, again = (loader.draws(0) for _ in range(2))
     if not torch.equal(once.slice(0, once.samples), again.slice(0, again.samples)):
         problem = "gives other samples when it is called again for the same epoch, so a run could not be resumed"
@@ -204,25 +172,8 @@ def _use_batch_sampler(loaders: LoaderBuilder, loader: Loader, node: dict[str, A
     loader.samples = once.samples
 
 
-def _sample(loaders: LoaderBuilder, name: str, index: int) -> tuple[Tensor, Tensor]:
-    """A sample as it is evaluated; it is read with the generators as they are."""
-    dataset = loaders.parts[name][0]
-    read = lambda index: as_pair(dataset[index], index, name)  # noqa: E731
-    image, target = read_sample(read, index, name, loaders.sample_eval, dataset)
-    return as_tensor(image), as_target(target)
-
-
-def _first(loaders: LoaderBuilder, name: str) -> tuple[Tensor, Tensor]:
-    """The first sample of a split that can be read."""
-    read, index = functools.partial(_sample, loaders, name), int(loaders.parts[name][1][0])
-    replacements = loaders.replacements.get(name)
-    return read(index) if replacements is None else replacements.read(read, 0, index, [])
-
-
-def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
-    named = getattr(dataset, "classes", None)
-    if named:
-        return tuple(str(name) for name in named)
+def _numbered_classes(dataset: Dataset[Any]) -> tuple[str, ...]:
+    """The numbers of classes that have no names; empty where targets are none."""
     targets = targets_of(dataset)
     # Only whole numbers, one for each sample, can be classes
     if targets is None or targets.is_floating_point() or targets.ndim != 1 or isinstance(dataset, ImageArrays):
@@ -236,30 +187,37 @@ def _classes(dataset: Dataset[Any]) -> tuple[str, ...]:
     return tuple(str(number) for number in range(largest + 1))
 
 
-def _measured(loaders: LoaderBuilder) -> tuple[list[float], list[float]]:
+def _measured(made: DataModule) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel, pixels in [0, 1], in float64; zero deviations become 1.
 
     With `data.on_error=skip`, samples that cannot be read are skipped.
     """
-    dataset, indices = loaders.parts["train"]
+    dataset, indices = made.parts["train"]
 
     def chunks() -> Iterator[tuple[int, Tensor]]:
         # Arrays in memory are measured whole; of files, an even part is enough
-        if isinstance(dataset, ImageArrays) and not loaders.sample_eval:
+        if isinstance(dataset, ImageArrays) and not made.sample_eval:
             for start in range(0, len(indices), 4096):
                 yield start, dataset.images[indices[start : start + 4096]]
             return
+        reader = made.reader("train", False, replacing=False)
         for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
             try:
-                yield index, _sample(loaders, "train", index)[0][None]
+                yield index, reader[0, index][0][None]
             except (MemoryError, DataFailed):
                 raise
             except Exception:
-                if not loaders.replacements:
+                if not made.replacements:
                     raise
 
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
-    for _, chunk in chunks():
+    for index, chunk in chunks():
+        # A single NaN in the data spoils every statistic, so its sample is named
+        if not bool(chunk.isfinite().all()):
+            problem = (
+                f"sample {index} of 'train' has values that are not finite, and data.normalize is measured on them"
+            )
+            raise UserError("data.dataset", problem, _GIVEN)
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
         # Sums in float64: a large data set has more pixels than float32 can count.
         count += pixels.numel() // pixels.shape[1]
@@ -269,15 +227,95 @@ def _measured(loaders: LoaderBuilder) -> tuple[list[float], list[float]]:
         raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read")
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
-    # A single NaN in the data spoils every statistic, so its sample is named
     if not bool((mean + std).isfinite().all()):
-        given = "data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
-        for index, image in chunks():
-            if not bool(image.isfinite().all()):
-                problem = f"sample {index} of 'train' has values that are not finite"
-                raise UserError("data.dataset", f"{problem}, and data.normalize is measured on them", given)
         problem = "the mean or the standard deviation of 'train' is not finite, as its values are too large"
-        raise UserError("data.normalize", problem, given)
+        raise UserError("data.normalize", problem, _GIVEN)
     # A constant channel would be divided by zero
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]
+
+
+# Whether the splits agree with each other and with their attributes. All targets are checked if they are known without reading
+# samples, and the first image of each split; `check` looks at more.
+
+
+def _learn_targets(made: DataModule) -> list[str]:
+    """Set the targets of each split where the attribute `targets` agrees with its first sample; returns warnings of others.
+
+    Raises `UserError` if the attribute has another length.
+    """
+    warnings = []
+    for name, (dataset, indices) in made.parts.items():
+        targets, index, read = targets_of(made.sources[name]), int(indices[0]), made.examples[name][1]
+        if targets is None:
+            continue
+        samples = len(dataset)  # type: ignore[arg-type]
+        if targets.ndim == 0 or len(targets) != samples:
+            count = "one entry" if targets.ndim == 0 else f"{len(targets)} entries"
+            problem = f"its attribute targets has {count} for {samples} samples of '{name}'"
+            raise UserError("data.dataset", problem, "one target for each sample, or no such attribute")
+        # One sample tells whether the attribute is in the order of the samples.
+        listed = targets[index]
+        if listed.shape == read.shape and torch.allclose(listed.double(), read.double(), equal_nan=True):
+            made.targets[name] = targets
+        elif getattr(dataset, "target_transform", None) is None:
+            warnings.append(
+                f"data.dataset: its attribute targets has {listed.tolist()} for sample {index} of '{name}', and the sample "
+                f"itself {read.tolist()}: stratified splits and class weights follow the attribute; make them agree"
+            )
+    return warnings
+
+
+def _different_classes(parts: Parts, classes: Sequence[str]) -> Iterator[UserError]:
+    """Classes that have different numbers in two splits; `classes` is empty for regression."""
+    for name, (dataset, _) in parts.items():
+        theirs = [str(label) for label in getattr(dataset, "classes", None) or ()]
+        for number, (one, other) in enumerate(zip(classes, theirs, strict=False)):
+            if one != other:
+                problem = f"class {number} is '{other}' in '{name}' and '{one}' in 'train'"
+                yield UserError("data.dataset", problem, "the same classes in the same order in every split")
+
+
+def _different_images(examples: Mapping[str, tuple[Tensor, Tensor]]) -> Iterator[UserError]:
+    """Why images of one split cannot be used with those of another, by the first one of each."""
+    first, _ = examples["train"]
+    for name, (image, _) in examples.items():
+        if len(image) != len(first):
+            problem = f"images of '{name}' have {len(image)} channels, and those of 'train' {len(first)}"
+            yield UserError("data.dataset", problem, "images with the same channels in every split")
+    # Bytes are divided by 255 and floats are not, so splits of both kinds agree only if the floats end at 1.
+    of_bytes = next((name for name, (image, _) in examples.items() if image.dtype == torch.uint8), None)
+    for name, (image, _) in examples.items():
+        low, high = float(image.min()), float(image.max())
+        if of_bytes is not None and image.is_floating_point() and (low < 0 or high > 1):
+            problem = f"images of '{name}' are {image.dtype} with values from {low:g} to {high:g}"
+            problem += f", and those of '{of_bytes}' uint8, which are divided by 255"
+            yield UserError("data.dataset", problem, "uint8 in every split, or floats from 0 to 1")
+
+
+def shared_groups(parts: Parts, group: str) -> list[str]:
+    """Warnings about groups (see `groups_of`) that are in two splits."""
+    groups: dict[str, list[str]] = {}
+    for name, (dataset, indices) in parts.items():
+        try:
+            labels = groups_of(dataset, group)
+        except UserError as error:  # a test set that comes with the data need not name groups
+            problem = error.args[0].splitlines()[0]
+            return [f"whether groups are in '{name}' and in another split is not known: {problem}"]
+        groups[name] = [labels[index] for index in indices[:].tolist()]
+    return [f"data.split.group: {warning}" for warning in in_two_splits("group", groups)]
+
+
+def not_finite(batches: Iterable[Batch], name: str) -> str:
+    """A sentence on the first sample of a split with a number that is not finite; empty if there is none."""
+    known = {"images": "pixels that are", "targets": "a target that is"}
+    for batch in batches:
+        for field, values in fields_of(batch.data).items():
+            if not values.is_floating_point() or values.shape[:1] != batch.indices.shape:
+                continue
+            wrong = (~values.isfinite()).reshape(len(values), -1).any(1)
+            if bool(wrong.any()):
+                index = int(batch.indices[wrong.nonzero()[0, 0]])
+                what = known.get(field, f"a value in '{field}' that is")
+                return f"sample {index} of '{name}' has {what} not finite: correct it, or remove it"
+    return ""

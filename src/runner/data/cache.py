@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +31,11 @@ from runner.base.files import whole
 from runner.base.reading import LARGEST_TEXT, read_regular
 from runner.base.secrets import mask_values
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import BadSample, ReplacementSampler
+from runner.data.bad_samples import ReplacementSampler
 from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
 from runner.data.sampler import AllSamples
-from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
 from runner.data.sources.places import reason_of
 from runner.data.splits import targets_of
@@ -94,37 +94,54 @@ class Cache:
                 for useless in path.parent.glob(pattern):
                     useless.unlink(missing_ok=True)
             began = time.perf_counter()  # after the wait for another process
-            if stopped() or not self._make(path, key, dataset, split, workers, stopped=stopped):
+            if stopped() or not self._make(key, dataset, split, workers, stopped):
                 return Opened(None)
             return Opened(_read(path, key), f"made in {time.perf_counter() - began:.1f} s", found.complaint)
 
-    def _make(
-        self, path: Path, key: str, dataset: Dataset[Any], split: str, workers: int, *, stopped: Callable[[], bool]
-    ) -> bool:
+    def _make(self, key: str, dataset: Dataset[Any], split: str, workers: int, stopped: Callable[[], bool]) -> bool:
         """Decode all images into files; False, and nothing is left, if a signal asked the run to stop, as after an error."""
-        name, targets = f"{path.stem}-{secrets.token_hex(4)}", []
+        path, targets, missing = self.path(split), list[Tensor](), set[int]()
+        name = f"{path.stem}-{secrets.token_hex(4)}"
         arrays = [path.with_name(f"{name}.npy"), path.with_name(f"{name}-targets.npy")]
-        example, missing = self._example(dataset), set[int]() if self.skips else None
-        shape = (len(dataset), *example.shape)  # type: ignore[arg-type]
+        example, everything = self._example(dataset), AllSamples(len(dataset))  # type: ignore[arg-type]
+        count = len(everything)
+
+        def say(done: int, rate: float) -> str:
+            left = (count - done) / rate
+            return f"caching {split}: {done:,} of {count:,} images, {rate:,.0f} a second, {left:.0f} s left"
+
+        # Places of samples that cannot be read hold other images, which are never used.
+        loader = WorkerLoader(
+            SeededDataset(dataset, 0, (), ReplacementSampler(0, everything) if self.skips else None),
+            BatchPlan(everything, DECODED_AT_ONCE),
+            torch.device("cpu"),
+            Data(dataset={}, persistent_workers=False, timeout_s=None),
+            workers=workers,
+            on_skipped=lambda found: missing.update(unreadable.sample for unreadable in found),
+        )
         with contextlib.ExitStack() as undo:
             for array in arrays:
                 undo.callback(array.unlink, missing_ok=True)
-            decoded = _decoded(dataset, example, split, workers, missing=missing, stopped=stopped)
             # Written and not mapped: on a full disk, the system kills a process that writes to a mapped file
-            with whole(arrays[0]) as file, contextlib.closing(decoded):
-                header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            with whole(arrays[0]) as file, contextlib.closing(loader), progress(say) as advance:
+                header = {"descr": "|u1", "fortran_order": False, "shape": (count, *example.shape)}
                 np.lib.format.write_array_header_1_0(file, header)
-                for images, some in decoded:
-                    file.write(images.contiguous().numpy().data)
-                    targets.append(some)
-            if stopped():
-                return False
+                for number, batch in enumerate(loader.batches(0, 0, count), 1):
+                    if stopped():
+                        return False
+                    if batch.images.dtype != torch.uint8 or batch.images.shape[1:] != example.shape:
+                        problem = f"'disk' keeps uint8 images of one size, and this data set gives {_kind(example)}"
+                        allowed = "data.image_size=224, for example, or data.cache=null"
+                        raise UserError("data.cache", f"{problem} and {_kind(batch.images[0])}", allowed)
+                    file.write(batch.images.contiguous().numpy().data)
+                    targets.append(batch.targets)
+                    advance(min(count, number * DECODED_AT_ONCE))
             with whole(arrays[1]) as file:
                 np.save(file, torch.cat(targets).numpy())
             states = {array.name: _state(array) for array in arrays}
-            known = {"made_from": mask_values(self.recipe), "key": key, "unreadable": sorted(missing or ())}
+            known = {"made_from": mask_values(self.recipe), "key": key, "unreadable": sorted(missing), "arrays": states}
             with whole(path) as file:
-                file.write(json.dumps(known | {"arrays": states}, default=str).encode())
+                file.write(json.dumps(known, default=str).encode())
             undo.pop_all()
         return True
 
@@ -151,7 +168,7 @@ class Cache:
         # Reading everything again would cost what the cache saves, so a few samples are compared
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
             try:
-                image, target = _sample(dataset, place)
+                image, target = SeededDataset(dataset, 0)[0, place]
             except UserError as error:
                 if isinstance(error, DataFailed) or not self.skips:
                     raise
@@ -165,10 +182,10 @@ class Cache:
 
         # Twice, because a data set that draws random numbers would be frozen in one version of each image
         def read_twice(index: int) -> list[tuple[Tensor, Tensor]]:
-            return [_sample(dataset, index, epoch) for epoch in (0, 1)]
+            return SeededDataset(dataset, 0).__getitems__([(0, index), (1, index)])
 
-        count: int = len(dataset)  # type: ignore[arg-type]
-        chooser = ReplacementSampler(0, AllSamples(count))
+        everything = AllSamples(len(dataset))  # type: ignore[arg-type]
+        chooser = ReplacementSampler(0, everything)
         (image, target), (again, _) = chooser.read(read_twice, 0, 0, []) if self.skips else read_twice(0)
         problem = ""
         if image.dtype != torch.uint8:
@@ -181,11 +198,11 @@ class Cache:
             allowed = "data.cache=null, or uint8 images, real targets and random changes in the section transform"
             raise UserError("data.cache", f"'disk' {problem}", allowed)
         # The disk is checked before hours of decoding
-        needed = count * (image.nbytes + target.nbytes)
+        needed = len(everything) * (image.nbytes + target.nbytes)
         if needed > (free := shutil.disk_usage(self.folder).free):
             amounts = f"{needed / _GIB:.2f} GiB, and {self.folder} has {free / _GIB:.2f} GiB free"
             allowed = "data.cache_dir on another disk, a smaller data.image_size, or data.cache=null"
-            raise UserError("data.cache", f"{count:,} images of {_kind(image)} need {amounts}", allowed)
+            raise UserError("data.cache", f"{len(everything):,} images of {_kind(image)} need {amounts}", allowed)
         return image
 
 
@@ -239,50 +256,6 @@ def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _sample(dataset: Dataset[Any], index: int, epoch: int = 0) -> tuple[Tensor, Tensor]:
-    image, target = SeededDataset(dataset, 0)[epoch, index]
-    return as_tensor(image), as_target(target)
-
-
-def _decoded(
-    dataset: Dataset[Any],
-    example: Tensor,
-    split: str,
-    workers: int,
-    *,
-    missing: set[int] | None,
-    stopped: Callable[[], bool],
-) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """All samples in order, in batches, until `stopped`; unreadable ones are added to `missing`, or an error if it is None."""
-    count = len(dataset)  # type: ignore[arg-type]
-    everything = AllSamples(count)
-    # Places of samples that cannot be read hold other images, which are never used.
-    reader = SeededDataset(dataset, 0, (), ReplacementSampler(0, everything) if missing is not None else None)
-
-    def note(found: Sequence[BadSample]) -> None:
-        if missing is not None:
-            missing.update(unreadable.sample for unreadable in found)
-
-    def say(done: int, rate: float) -> str:
-        left = (count - done) / rate
-        return f"caching {split}: {done:,} of {count:,} images, {rate:,.0f} a second, {left:.0f} s left"
-
-    cpu, done = torch.device("cpu"), 0
-    plan = BatchPlan(everything, DECODED_AT_ONCE)
-    loader = WorkerLoader(reader, plan, cpu, workers=workers, persistent=False, on_skipped=note)
-    with contextlib.closing(loader), progress(say) as advance:
-        for batch in loader.batches(0, 0, count):
-            if stopped():
-                return
-            if batch.images.dtype != torch.uint8 or batch.images.shape[1:] != example.shape:
-                problem = f"'disk' keeps uint8 images of one size, and this data set gives {_kind(example)}"
-                allowed = "data.image_size=224, for example, or data.cache=null"
-                raise UserError("data.cache", f"{problem} and {_kind(batch.images[0])}", allowed)
-            yield batch.images, batch.targets
-            done += len(batch.indices)
-            advance(done)
 
 
 def _kind(image: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import DataFailed
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
-from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.data.samples import SeededDataset
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.listing import common_part, size_of
 from runner.data.sources.shards import Shards
@@ -87,7 +87,7 @@ def _content(dataset: Dataset[Any], indices: Indices, pairs: bool) -> Iterator[b
         except Exception:  # reported, or skipped, when it is used
             yield b"unreadable"
             continue
-        for tensor in (as_tensor(item[0]), as_target(item[1])) if pairs else _values(item):
+        for tensor in _values(item):
             yield f"{tensor.dtype} {tuple(tensor.shape)}".encode()
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 

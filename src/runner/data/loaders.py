@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.data.sampler import EpochOrder, Indices, sample_of
+from runner.data.transforms.augment import Pipeline
 from runner.distributed.world import World, gathered_rows, rows
 from runner.instrument.nested import mapped_items, rows_of, tensors_in
 
@@ -54,34 +55,21 @@ class Batch(NamedTuple):
         return Batch(rows_of(self.data, len(self.indices), slice(count)), self.indices[:count])
 
 
-class Prepare(Protocol):
-    """Prepares images on the device, see `runner.data.transforms.augment.Pipeline`.
-
-    `per_sample` is whether a sample gets the same result in any batch, and no stateful generator is used.
-    """
-
-    per_sample: bool
-
-    def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise a batch."""
-        ...
-
-
 class Fields:
     """Prepares those fields of the data of a batch that are images; all others stay as they are.
 
     Args:
         names: keys of a mapping, or places in a tuple, of tensors (B, C, H, W) or lists of B tensors (C, H, W).
-        prepare: prepares images.
+        prepare: prepares images: see `Pipeline`, and its `per_sample`.
         wide: convert all floating-point numbers to float64.
     """
 
-    def __init__(self, names: Sequence[str], prepare: Prepare, wide: bool = False) -> None:
+    def __init__(self, names: Sequence[str], prepare: Pipeline, wide: bool = False) -> None:
         self._names, self._prepare, self._wide = tuple(names), prepare, wide
 
     @property
     def per_sample(self) -> bool:
-        """See `Prepare`."""
+        """See `Pipeline`."""
         return self._prepare.per_sample
 
     def __call__(self, data: Any, indices: Tensor, epoch: int) -> Any:

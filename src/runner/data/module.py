@@ -1,10 +1,10 @@
-"""A data set with its splits, ready for training and evaluation, and what builds their loaders."""
+"""A data set with its splits, ready for training and evaluation."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,15 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.config.targets import FACTS, build, resolve
 from runner.data.bad_samples import NOT_READ, BadSample, BadSamples, ReplacementSampler
-from runner.data.consistency import Examples
+from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.placement import DataPlacement
-from runner.data.sampler import AllSamples, block_ends
-from runner.data.samples import Collate, Read, SampleTransform, SeededDataset, collate, stacked
+from runner.data.sampler import AllSamples
+from runner.data.samples import Collate, SampleTransform, SeededDataset, stacked
 from runner.data.splits import Parts
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
-from runner.data.workers import WorkerLoader, as_numbers, worker_options
+from runner.data.workers import WorkerLoader, as_numbers
 from runner.instrument.nested import mapped_items, tensors_moved
 
 _TRIED = 2  # samples
@@ -39,7 +39,7 @@ class SplitData:
     loader: Loader
     prepare: Pipeline  # of the fields that are images
     mix: Mixing | None = None
-    collate: Callable[[list[Any]], Read] = collate
+    collate: Collate = field(default_factory=Collate)
 
     @property
     def samples(self) -> int:
@@ -56,21 +56,15 @@ class SplitData:
         return Batch(prepare(tensors_moved(data, device), indices, epoch), indices)
 
 
-def read_dataset(data: Data) -> Any:
-    """What the function or class of `data.dataset` gives."""
-    return build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
-
-
-def as_splits(made: Any) -> dict[str, Dataset[Any]]:
-    """The data sets by the names of their splits."""
+def read_datasets(data: Data) -> dict[str, Dataset[Any]]:
+    """The data sets that the function or class of `data.dataset` gives, by the names of their splits."""
+    made = build("data.dataset", data.dataset, facts={name: getattr(data, name) for name in FACTS["data.dataset"]})
     datasets = dict(made) if isinstance(made, Mapping) else {"train": made}
     for name, dataset in datasets.items():
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise UserError(
-                "data.dataset",
-                f"its '{name}' is a {type(dataset).__name__}, which has no length or no items",
-                "a map-style data set giving (image, target), or a mapping of split names to such",
-            )
+            problem = f"its '{name}' is a {type(dataset).__name__}, which has no length or no items"
+            allowed = "a map-style data set giving (image, target), or a mapping of split names to such"
+            raise UserError("data.dataset", problem, allowed)
     return datasets
 
 
@@ -87,31 +81,56 @@ def make_callable(key: str, node: dict[str, Any]) -> Any:
     return made
 
 
-class LoaderBuilder:
-    """Builds the splits and their loaders: from memory, or through workers, as `placement` says.
+@dataclass(eq=False)
+class DataModule:
+    """A data set with its splits, ready for training and evaluation: what is known of it, and what builds its loaders.
 
-    Attributes:
-        pairs: whether samples are an image and a target, of which `Data.images` is null; else they have any fields.
-        placement, mean, std, mixing: are set once the first samples are known.
-        ends: of blocks of training samples, if they are shuffled by them.
+    `read_data` sets what has a default; most of that stays unknown of samples that are not pairs. Loaders are built from memory,
+    or with workers, as `placement` says, which is known once the first samples are.
     """
 
-    def __init__(self, config: Train, device: torch.device, parts: Parts, dtype: torch.dtype) -> None:
-        self.config, self.device, self.parts, self._dtype, data = config, device, parts, dtype, config.data
-        self.pairs, self.placement, self.bad_samples = (
-            data.images is None,
-            DataPlacement(),
-            BadSamples(data.max_skipped),
-        )
-        self.mean, self.std = data.normalize.mean or [0.0], data.normalize.std or [1.0]
-        self.mixing: Mixing | None = None
+    config: Train
+    device: torch.device  # where batches are
+    parts: Parts  # the data set and the samples of each split
+    dtype: torch.dtype  # of prepared images
+    placement: DataPlacement = field(default_factory=DataPlacement)
+    train: SplitData = field(init=False)
+    val: SplitData | None = None
+    test: SplitData | None = None
+    train_for_eval: SplitData = field(init=False)  # the training split in order, without augmentation
+    classes: tuple[str, ...] = ()  # names; empty for regression
+    class_counts: Tensor | None = None  # training samples of each class, int64 (C,)
+    channels: int = 0
+    image_size: tuple[int, int] = (0, 0)  # height and width
+    mean: list[float] = field(default_factory=list)  # of each channel, of pixels in [0, 1]
+    std: list[float] = field(default_factory=list)
+    mixing: Mixing | None = None
+    ends: Tensor | None = None  # of blocks of training samples, if they are shuffled by them
+    choices: list[tuple[str, str, str]] = field(default_factory=list)  # rows of (label, value, reason) to show
+    warnings: list[str] = field(default_factory=list)
+    # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
+    examples: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
+    targets: dict[str, Tensor] = field(default_factory=dict)
+    # Why the splits cannot be used together; `check` examines such data, all else refuses them.
+    incompatibilities: list[UserError] = field(default_factory=list)
+    # The first samples of the training split with their indices, where samples are not pairs.
+    tried: tuple[Sequence[Any], Tensor] = ((), torch.arange(0))
+    # Splits that were searched for samples that are not finite.
+    searched_for_nonfinite: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        data = self.config.data
+        self.pairs = data.images is None  # whether samples are an image and a target; else they have any fields
+        self.bad_samples = BadSamples(data.max_skipped)  # that could not be read
         skips = data.on_error == "skip"
-        self.replacements = {name: ReplacementSampler(config.seed, part[1]) for name, part in parts.items() if skips}
-        self.ends = block_ends(*parts["train"]) if data.shuffle == "blocks" else None
-        self._collate: Callable[[list[Any]], Read] = collate
+        self.replacements = {
+            name: ReplacementSampler(self.config.seed, indices) for name, (_, indices) in self.parts.items() if skips
+        }
+        self._collate = Collate()
         if not self.pairs:
             # The task is built later, as it has to know the data; how it makes batches is a matter of its class
-            of_task = getattr(resolve(config.task["_target_"]), "collate", None)
+            of_task = getattr(resolve(self.config.task["_target_"]), "collate", None)
             own = of_task if data.collate is None else make_callable("data.collate", data.collate)
             self._collate = Collate(own or stacked)
 
@@ -130,13 +149,18 @@ class LoaderBuilder:
         """Those of evaluations."""
         return callables("transform.sample_eval", self.config.transform.sample_eval)
 
-    def reader(self, name: str, training: bool) -> SeededDataset:
-        """Reads samples of a split, as training or evaluations get them."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Read a few samples, and compute what tells these data from others, for checkpoints."""
+        return fingerprint_data(self.parts, self.sources, pairs=self.pairs, ends=self.ends)
+
+    def reader(self, name: str, training: bool, *, replacing: bool = True) -> SeededDataset:
+        """Reads samples of a split, as training or evaluations get them; `replacing` those that cannot be read, as configured."""
         source, replacements = self.placement.source(self.parts[name][0]), self.replacements.get(name)
         transforms = self.sample_train if training else self.sample_eval
         if not self.pairs:  # each reader has its own, as they may keep state
             transforms = copy.deepcopy(transforms)
-        return SeededDataset(source, self.config.seed, transforms, replacements, name, pairs=self.pairs)
+        others = replacements if replacing else None
+        return SeededDataset(source, self.config.seed, transforms, others, name, pairs=self.pairs)
 
     def first(self, name: str, training: bool, most: int) -> tuple[Sequence[Any], Tensor]:
         """The first samples of a split, at most two, and their indices."""
@@ -148,8 +172,9 @@ class LoaderBuilder:
         (dataset, indices), config, data = self.parts[name], self.config, self.config.data
         key, nodes = ("train", config.transform.train) if training else ("eval", config.transform.eval)
         steps, memory = callables(f"transform.{key}", nodes), {"channels_last": config.channels_last}
-        pipeline = Pipeline(steps, self.mean, self.std, config.seed, self.device, **memory, dtype=self._dtype)
-        wide = not self.pairs and self._dtype == torch.float64
+        mean, std = self.mean or data.normalize.mean or [0.0], self.std or data.normalize.std or [1.0]
+        pipeline = Pipeline(steps, mean, std, config.seed, self.device, **memory, dtype=self.dtype)
+        wide = not self.pairs and self.dtype == torch.float64
         prepare = Fields(["0"] if data.images is None else data.images, pipeline, wide)
         mix = self.mixing if training else None
         batch_size, shuffle = config.evaluate.batch_size, False
@@ -163,10 +188,10 @@ class LoaderBuilder:
                 self.reader(name, training),
                 plan,
                 self.device,
+                data,
                 workers=self.placement.workers,
                 on_skipped=note,
                 collate=self._collate,
-                **worker_options(data, self.device),
             )
             return SplitData(loader, pipeline, mix, self._collate)
         # A cache knows already which images cannot be read, so that they are noted before training.
@@ -178,56 +203,6 @@ class LoaderBuilder:
             source_of = functools.partial(self.replacements[name].sources, unreadable=unreadable)
         images, targets = self.placement.stored(dataset)
         return SplitData(MemoryLoader(images, targets, plan, self.device, source_of), pipeline, mix)
-
-
-@dataclass
-class DataModule:
-    """A data set, ready for training and evaluation; what has a default is unknown of samples that are not pairs."""
-
-    loaders: LoaderBuilder
-    train: SplitData
-    val: SplitData | None
-    test: SplitData | None
-    train_for_eval: SplitData  # the training split in order, without augmentation
-    classes: tuple[str, ...]  # names; empty for regression
-    fingerprint: Callable[[], dict[str, Any]]  # computes a fingerprint of the data, for checkpoints
-    choices: list[tuple[str, str, str]]  # rows of (label, value, reason) to show
-    warnings: list[str]
-    class_counts: Tensor | None = None  # training samples of each class, int64 (C,)
-    channels: int = 0
-    image_size: tuple[int, int] = (0, 0)  # height and width
-    mean: list[float] = field(default_factory=list)
-    std: list[float] = field(default_factory=list)
-    # For each split the image (C, H, W) and the target (...) of its first sample, on the CPU.
-    examples: Examples = field(default_factory=dict)
-    # The targets of the whole data set, (N, ...), of each split where they are known without reading samples.
-    targets: Mapping[str, Tensor] = field(default_factory=dict)
-    # Why the splits cannot be used together; `check` examines such data, all else refuses them.
-    incompatibilities: list[UserError] = field(default_factory=list)
-    # The first samples of the training split with their indices, where samples are not pairs.
-    tried: tuple[Sequence[Any], Tensor] = ((), torch.arange(0))
-    # Splits that were searched for samples that are not finite.
-    searched_for_nonfinite: set[str] = field(default_factory=set)
-
-    @property
-    def pairs(self) -> bool:
-        """Whether samples are an image and a target; else they have any fields."""
-        return self.loaders.pairs
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches are."""
-        return self.loaders.device
-
-    @property
-    def parts(self) -> Parts:
-        """The data set and the samples of each split."""
-        return self.loaders.parts
-
-    @property
-    def bad_samples(self) -> BadSamples:
-        """The samples that could not be read."""
-        return self.loaders.bad_samples
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -252,20 +227,17 @@ class DataModule:
 
     def example_batch(self, samples: int) -> Batch:
         """A batch of so many copies of the first training samples, pairs without augmentation."""
-        if self.pairs:
-            image, target = (each.expand(samples, *each.shape[1:]) for each in self.example)
-            indices = torch.zeros(samples, dtype=torch.int64, device=self.device)
-            return Batch((self.train_for_eval.prepare(image, indices, 0), target), indices)
         items, indices = self.tried
         places = torch.arange(samples) % len(items)
-        return self.train.batch([items[place] for place in places.tolist()], indices[places])
+        split = self.train_for_eval if self.pairs else self.train
+        return split.batch([items[place] for place in places.tolist()], indices[places])
 
     def evaluated_batch(self) -> Batch:
         """The first samples as evaluations get them, at most two; of pairs, those of training."""
         if self.pairs:
             return self.example_batch(2)
         name, split = next((name, split) for name in ("val", "test", "train") if (split := self.eval_split(name)))
-        return split.batch(*self.loaders.first(name, False, split.loader.batch_size))
+        return split.batch(*self.first(name, False, split.loader.batch_size))
 
     def eval_split(self, name: str) -> SplitData | None:
         """A split as it is evaluated: without augmentation, in order."""

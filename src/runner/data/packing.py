@@ -23,7 +23,7 @@ from runner.config.schema.verbs import Pack
 from runner.data.cache import cache_key
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.sampler import EpochOrder
-from runner.data.samples import SeededDataset, as_target, as_tensor
+from runner.data.samples import SeededDataset, as_target
 from runner.data.sources.detection import DetectionImages
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import smaller_file
@@ -109,7 +109,7 @@ class Packer:
             (path, content), target = dataset.encoded(index), dataset.targets[index]
         else:
             image, target = SeededDataset(dataset, self.config.seed, split=split)[0, index]
-            path, content = Path(name), _png(as_tensor(image), name)
+            path, content = Path(name), _png(image, name)
         number = as_target(target)
         if number.ndim or number.is_floating_point() or not 0 <= int(number) <= LARGEST_CLASS:
             problem = f"the target of {name} is not a class number from 0 to {LARGEST_CLASS:,}"

@@ -78,27 +78,22 @@ class DataPlacement:
     workers: int = 0  # processes that read them one by one
     choices: list[tuple[str, str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
-    cache_missing: bool = False
-    cache_made: bool = False  # by this process
-    _caches: dict[int, CachedImages] = field(default_factory=dict)
+    caches: dict[int, CachedImages] = field(default_factory=dict)  # by the `id` of the data set
     _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _copies: bool = False  # whether images of a cache file are copied into memory
 
     def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """The cache of a data set, or the data set itself: the one that is read."""
-        return self._caches.get(id(dataset), dataset)
+        return self.caches.get(id(dataset), dataset)
 
     def unreadable(self, dataset: Dataset[Any]) -> Tensor:
         """Samples of a data set that are known to be unreadable, int64 (U,)."""
-        source = self.source(dataset)
-        return source.unreadable if isinstance(source, CachedImages) else torch.zeros(0, dtype=torch.int64)
+        return self.caches[id(dataset)].unreadable if id(dataset) in self.caches else torch.arange(0)
 
     def stored(self, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
         """All images and targets of a data set, where they stay; the same tensors at every call."""
-        assert self.in_memory is not None, "the images are read one by one"
         if id(dataset) not in self._stored:
-            source = self.source(dataset)
-            assert isinstance(source, ImageArrays | CachedImages)
+            source: Any = self.source(dataset)
             images = source.images.to(self.in_memory, copy=self._copies and isinstance(source, CachedImages))
             self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
         return self._stored[id(dataset)]
@@ -121,13 +116,12 @@ def plan_placement(
     Raises:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
-    plan, data = DataPlacement(), config.data
-    train = parts["train"][0]
+    plan, data, made = DataPlacement(), config.data, False
+    train, indices = parts["train"]
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
     ahead = max(data.samples_a_batch + config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
-
     arrays, bytes_ahead = isinstance(train, ImageArrays), data.prefetch * ahead * example.nbytes
-    choice = choose_num_workers(data.num_workers, len(parts["train"][1]), arrays=arrays, bytes_ahead=bytes_ahead)
+    choice = choose_num_workers(data.num_workers, len(indices), arrays=arrays, bytes_ahead=bytes_ahead)
     # The cache comes first, as images may be placed from it
     if data.cache is not None:
         for key, some, splits in (("train", transforms[0], ["train"]), ("eval", transforms[1], [*parts])):
@@ -135,23 +129,25 @@ def plan_placement(
                 problem = f"'disk' keeps central squares, and transform.sample_{key}.0 crops from whole images"
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
-        _fill_caches(plan, data, parts, choice.workers if make_cache else None)
+        made = _open_caches(plan, data, parts, choice.workers if make_cache else None)
     elif data.cache_dir is not None and not (isinstance(train, ImageList) and train.indexed):
         plan.warnings.append("data.cache_dir has no effect: data.cache is null")
-    sources = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
-    _place(plan, data, list(sources.values()), any(transforms), device)
+    _place(plan, data, parts, any(transforms), device)
     # Workers that made a cache are shown, even if none is needed afterwards
     if plan.in_memory is None:
         plan.workers = choice.workers
-    if plan.in_memory is None or plan.cache_made:
+    if plan.in_memory is None or made:
         plan.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         plan.warnings += choice.warnings
     plan.warnings += _without_effect(plan, data, device)
     return plan
 
 
-def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: int | None) -> None:
-    """Open or make the cache of every data set that is not in memory: in `data.cache_dir`, or beside the folder of its images."""
+def _open_caches(plan: DataPlacement, data: Data, parts: Parts, workers: int | None) -> bool:
+    """Open or make the cache of every data set that is not in memory, in `data.cache_dir` or beside its images.
+
+    All of them or none: batches of both kinds would mix two ways of reading. Returns whether one was made.
+    """
     # Splits may share a data set, which is cached once
     needed: dict[int, tuple[str, Dataset[Any]]] = {}
     for split, (dataset, _) in parts.items():
@@ -159,45 +155,40 @@ def _fill_caches(plan: DataPlacement, data: Data, parts: Parts, workers: int | N
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
         plan.warnings.append("data.cache=disk has no effect: the images are in memory")
-    cache = Cache(Path(data.cache_folder), data.name, recipe_of(data), data.on_error == "skip")
+    cache, made = Cache(Path(data.cache_folder), data.name, recipe_of(data), data.on_error == "skip"), False
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
-        # All splits or none: batches of both kinds would mix two ways of reading.
         if opened.images is None:
-            plan.cache_missing = True
-            plan._caches.clear()
+            plan.caches.clear()
             plan.choices.clear()
             if workers is not None:
                 plan.warnings.append("data.cache was not made: a signal asks the run to stop")
-            return
-        plan._caches[id(dataset)] = opened.images
-        plan.cache_made |= opened.done != "opened"
+            return made
+        plan.caches[id(dataset)] = opened.images
+        made |= opened.done != "opened"
         plan.choices.append((f"{split} cache", str(cache.path(split)), opened.done))
-        if opened.complaint:
-            plan.warnings.append(opened.complaint)
+        plan.warnings += [opened.complaint] if opened.complaint else []
+    return made
 
 
-def _place(
-    plan: DataPlacement, data: Data, sources: Sequence[Dataset[Any]], sample_transforms: bool, device: torch.device
-) -> None:
+def _place(plan: DataPlacement, data: Data, parts: Parts, sample_transforms: bool, device: torch.device) -> None:
     """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
     wanted = data.placement
-    # Only arrays can live in memory; a cache file is one too
-    arrays = [source for source in sources if isinstance(source, ImageArrays | CachedImages)]
-    possible = len(arrays) == len(sources)
-    # A missing cache is not the mistake of the user, while images that are read one by one cannot be placed in memory.
+    # Only arrays can live in memory; a cache file is one too. The sizes of all data sets count together
+    sources: dict[int, Any] = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
+    possible = all(isinstance(source, ImageArrays | CachedImages) for source in sources.values())
     if wanted in ("device", "ram") and not possible:
-        if not plan.cache_missing:
+        if data.cache is None:
             problem = f"'{wanted}' needs a data set of image tensors in memory"
             raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
+        # A missing cache is not the mistake of the user, while images that are read one by one cannot be placed in memory.
         plan.warnings.append(f"data.placement={wanted} has no effect: data.cache was not made")
     # Sample transforms run in worker processes, so images have to be read one by one
     if wanted == "disk" or not possible or sample_transforms:
         reason = "transform has sample transforms" if sample_transforms else "images are read one by one"
         plan.choices.insert(0, ("data path", "workers", "as set" if wanted == "disk" else reason))
         return
-    # The sizes of all splits count together
-    size, cached = sum(source.images.nbytes for source in arrays), bool(plan._caches)
+    size, cached = sum(source.images.nbytes for source in sources.values()), bool(plan.caches)
     home, reason = _choose_home(wanted, size, device)
     if wanted == "ram" and cached:
         available = psutil.virtual_memory().available
@@ -209,7 +200,8 @@ def _place(
 
 def _choose_home(wanted: str, size: int, device: torch.device) -> tuple[torch.device, str]:
     """Where images of `size` bytes live, and why: on the device if they are to or fit well, else in CPU memory."""
-    shown, cpu = f"{size / 2**20:.1f} MiB of images", torch.device("cpu")
+    number = f"{size / 2**20:.1f} MiB" if size >= 2**16 else f"{size / 2**10:.1f} KiB"
+    shown, cpu = f"{number} of images", torch.device("cpu")
     if wanted == "ram" or device.type == "cpu":
         return cpu, f"{shown}, and the CPU computes" if wanted == "auto" else "as set"
     if device.type == "cuda":
@@ -230,13 +222,12 @@ def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
 
 
 def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:
-    """Settings that differ from the default and change nothing in this run."""
-    in_memory, unread = plan.in_memory is not None, plan.workers == 0
-    reason = "no worker process reads"
+    """Settings that differ from the default, as only those were asked for, and change nothing in this run."""
+    in_memory, reason = plan.in_memory is not None, "no worker process reads"
     if in_memory:
         reason = "the images are in memory (data.placement=disk reads them through workers)"
-    useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if unread else {}
-    if in_memory and data.num_workers != 0 and not plan._caches:
+    useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if plan.workers == 0 else {}
+    if in_memory and data.num_workers != 0 and not plan.caches:
         useless["num_workers"] = reason
     if device.type == "cuda" and in_memory:
         useless["pin_memory"] = reason
@@ -247,9 +238,6 @@ def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> li
         useless |= {"placement": "the device is the CPU"} if data.placement == "device" else {}
     elif in_memory:
         useless["non_blocking"] = reason
-    # Defaults are not reported, because the user did not ask for them
-    return [
-        f"data.{key}={json.dumps(value) if not isinstance(value, str) else value} has no effect: {why}"
-        for key, why in useless.items()
-        if (value := getattr(data, key)) != getattr(Data, key)
-    ]
+    values = {key: value for key in useless if (value := getattr(data, key)) != getattr(Data, key)}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return [f"data.{key}={value} has no effect: {useless[key]}" for key, value in shown.items()]

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -38,11 +38,7 @@ class AllSamples:
     def __len__(self) -> int:
         return self.samples
 
-    @overload
-    def __getitem__(self, place: int) -> int: ...
-    @overload
-    def __getitem__(self, place: slice | Tensor) -> Tensor: ...
-    def __getitem__(self, place: int | slice | Tensor) -> int | Tensor:
+    def __getitem__(self, place: int | slice | Tensor) -> Any:
         """The index at a place; those of a slice, or at an int64 tensor of places from 0 on, as a tensor."""
         if isinstance(place, Tensor):
             return place

@@ -22,6 +22,8 @@ from runner.data.sampler import sample_of
 
 SampleTransform = Callable[[Any], Any]
 
+SHARED_MEMORY = "</torch_"
+"""How torch names its shared memory in an error."""
 _SKIP = "data.on_error=skip, which reads other samples instead"
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
@@ -30,8 +32,7 @@ class Read(NamedTuple):
     """A batch as it was read, in shared memory if a worker read it.
 
     Attributes:
-        data: images (B, C, H, W), uint8 with values 0 to 255 or float, and targets (B, ...), which are an array, since a small
-            one passes between processes faster than a tensor; or what `data.collate` has made.
+        data: images (B, C, H, W), uint8 from 0 to 255 or float, and targets (B, ...), an array; or what `data.collate` made.
         skipped: the samples that could not be read, which others replace.
     """
 
@@ -48,7 +49,8 @@ class Items(list[Any]):
 class SeededDataset(Dataset[Any]):
     """A data set that is indexed by (epoch, place), many at a time; both seed the generators of a sample, see `sample_of`.
 
-    With `pairs`, samples are (image, target), and transforms are called with the image; otherwise with the whole sample.
+    With `pairs`, samples are an image and a target, which become tensors as `as_tensor` and `as_target` make them, and transforms
+    are called with the image; otherwise samples are of any kind, and transforms are called with the whole sample.
 
     If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
@@ -65,12 +67,12 @@ class SeededDataset(Dataset[Any]):
         *,
         pairs: bool = True,
     ) -> None:
-        self._pairs = pairs
         self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
-        self._replacements = replacements
+        self._replacements, self._pairs = replacements, pairs
         self._cut: Any = self._transforms.pop(0) if pairs and crops_while_decoding(dataset, transforms) else None
 
     def __getitems__(self, places: list[tuple[int, int]]) -> Items:
+        """The samples; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
         skipped: list[BadSample] = []
         with preserved_rng(), _one_thread():
             items = Items(self._item(epoch, place, skipped) for epoch, place in places)
@@ -86,70 +88,47 @@ class SeededDataset(Dataset[Any]):
                 item = self.dataset[source]
             else:
                 item = self.dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
-            return as_pair(item, source, self._split) if self._pairs else item
+            if not self._pairs:
+                return item
+            if not isinstance(item, tuple | list) or len(item) != 2:
+                what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
+                problem = f"{self._name(source)} is not a pair (image, target), but {what}"
+                raise UserError("data.dataset", problem, "data.images=[] for samples of any kind")
+            return item
 
-        # Samples that cannot be read are replaced here if data.on_error=skip
-        replacements = self._replacements
-        reader = read if replacements is None else lambda source: replacements.read(read, epoch, source, skipped)
-        return read_sample(reader, sample_of(place), self._split, self._transforms, self.dataset, pairs=self._pairs)
+        # The message tells reading from transforming, as each has another cure
+        index, transforming = sample_of(place), False
+        try:
+            sample = read(index) if self._replacements is None else self._replacements.read(read, epoch, index, skipped)
+            transforming = True
+            if not self._pairs:
+                return functools.reduce(lambda value, transform: transform(value), self._transforms, sample)
+            return as_tensor(transformed(sample[0], self._transforms)), as_target(sample[1])
+        except MemoryError:
+            raise
+        except UserError as error:
+            # Only a plain sentence about a file gets the advice; errors that name a key say already what to do.
+            if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
+                raise
+            raise UserError("", str(error), _SKIP) from error
+        except Exception as error:
+            name, why = self._name(index), _located(error)
+            # A path finds the file faster than the number of a sample
+            if (path := path_of(self.dataset, index)) is not None and path not in why:
+                name = f"{name}, {path},"
+            if transforming:
+                keys, allowed = "transform.sample_train, transform.sample_eval", "transforms that accept every sample"
+                raise UserError(keys, f"cannot take {name}: {why}", allowed) from error
+            raise UserError("data.dataset", f"{name} cannot be read: {why}", _SKIP) from error
+
+    def _name(self, index: int) -> str:
+        return f"sample {index} of '{self._split}'" if self._split else f"sample {index}"
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         return self.__getitems__([place])[0]
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-
-def read_sample(
-    read: Callable[[int], Any],
-    index: int,
-    split: str,
-    transforms: Sequence[SampleTransform],
-    dataset: Any = None,
-    *,
-    pairs: bool = True,
-) -> Any:
-    """Read and transform sample `index`; whatever user code raises becomes a `UserError`, except for `MemoryError`.
-
-    `dataset` is asked for the file of the sample.
-    """
-    # The message tells reading from transforming, as each has another cure
-    transforming = False
-    try:
-        sample = read(index)
-        transforming = True
-        if not pairs:
-            return functools.reduce(lambda value, transform: transform(value), transforms, sample)
-        return transformed(sample[0], transforms), sample[1]
-    except MemoryError:
-        raise
-    except UserError as error:
-        # Only a plain sentence about a file gets the advice; errors that name a key say already what to do.
-        if type(error) is not UserError or transforming or error.problems[0].key or error.problems[0].allowed:
-            raise
-        raise UserError("", str(error), _SKIP) from error
-    except Exception as error:
-        name, why = _name(index, split), _located(error)
-        # A path finds the file faster than the number of a sample
-        if (path := path_of(dataset, index)) is not None and path not in why:
-            name = f"{name}, {path},"
-        if transforming:
-            keys, allowed = "transform.sample_train, transform.sample_eval", "transforms that accept every sample"
-            raise UserError(keys, f"cannot take {name}: {why}", allowed) from error
-        raise UserError("data.dataset", f"{name} cannot be read: {why}", _SKIP) from error
-
-
-def as_pair(item: Any, index: int, split: str) -> tuple[Any, Any]:
-    """A sample as image and target; raises `UserError` if it is something else."""
-    if not isinstance(item, tuple | list) or len(item) != 2:
-        what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
-        problem = f"{_name(index, split)} is not a pair (image, target), but {what}"
-        raise UserError("data.dataset", problem, "data.images=[] for samples of any kind")
-    return item[0], item[1]
-
-
-def _name(index: int, split: str) -> str:
-    return f"sample {index} of '{split}'" if split else f"sample {index}"
 
 
 def _located(error: Exception) -> str:
@@ -190,12 +169,12 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def collate(items: list[tuple[Any, Any]]) -> Read:
-    """Put samples into one batch; in a worker, images are written straight into shared memory.
+def pair_batch(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, np.ndarray]:
+    """Images, in a worker written straight into shared memory, and targets, of which a small array passes between processes faster.
 
-    Raises `UserError` if images have different shapes or dtypes, or something is not an image or a number.
+    Raises `UserError` if images have different shapes or dtypes, or targets different shapes.
     """
-    images, targets = [as_tensor(image) for image, _ in items], [as_target(target) for _, target in items]
+    images, targets = map(list, zip(*samples, strict=True))
     # Stacking would fail with sizes that say nothing about the cause
     size = "data.image_size, or a transform that gives one size (transform.sample_train, transform.sample_eval)"
     for what, tensors, allowed in (("images", images, size), ("targets", targets, "targets of one shape")):
@@ -204,7 +183,7 @@ def collate(items: list[tuple[Any, Any]]) -> Read:
             raise UserError("data.dataset", problem, allowed)
     if len(dtypes := {str(image.dtype) for image in images}) > 1:
         raise UserError("data.dataset", f"images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
-    return Read((default_collate(images), torch.stack(targets).numpy()), tuple(getattr(items, "skipped", ())))
+    return default_collate(images), torch.stack(targets).numpy()
 
 
 def stacked(samples: list[Any]) -> Any:
@@ -229,12 +208,12 @@ def _plain(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class Collate:
-    """Makes the data of a batch of whole samples with a function of the user, or `stacked`.
+    """Makes a batch of samples as `SeededDataset` gives them, with `pair_batch`, `stacked` or a function of the user.
 
     A list that the function returns becomes a tuple, so that a list inside of it is one item a sample.
     """
 
-    function: Callable[[list[Any]], Any] = stacked
+    function: Callable[[list[Any]], Any] = pair_batch
 
     def __call__(self, items: list[Any]) -> Read:
         """Raises `UserError` with what the function says."""
@@ -243,6 +222,8 @@ class Collate:
         except (UserError, MemoryError):
             raise
         except Exception as error:
+            if SHARED_MEMORY in str(error):  # there is no room for a batch, whoever makes it
+                raise
             raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}") from error
         data = _plain(tuple(data) if type(data) is list else data)
         return Read(data, tuple(getattr(items, "skipped", ())))

@@ -1,4 +1,8 @@
-"""Batches read sample by sample, through worker processes or in this one."""
+"""Batches read sample by sample, through worker processes or in this one; reports workers that die or hang.
+
+Uses private attributes of torch's DataLoader iterators (`_workers`, `_shutdown`, `_shutdown_workers`), nowhere else used;
+tests/data/test_worker_failures.py notices a change.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import atexit
 import contextlib
 import copy
 import signal
+import sys
+import threading
+import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -18,23 +26,30 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runner.base.errors import DataFailed, UserError
-from runner.base.signals import STOPPING
+from runner.base.signals import STOPPING, raising_after
 from runner.config.schema.sections import Data
-from runner.data import worker_failures
 from runner.data.bad_samples import BadSample
 from runner.data.loaders import BatchPlan, Loader
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
-from runner.data.samples import Read, SeededDataset, collate
+from runner.data.samples import SHARED_MEMORY, Collate, Read, SeededDataset
 from runner.instrument.nested import mapped_items
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
+
+_ADVICE = {
+    "SIGKILL": " (the system kills processes that take too much memory)",
+    "SIGBUS": " (as happens when the shared memory in /dev/shm is full)",
+}
+_PATIENCE_S = 2.0
+_END_S = 5.0
+_LOOKS = 1000
+_IN_MAIN = "data.num_workers=0, which reads in the main process"
+_FROM_A_WORKER = "in DataLoader worker process"
+_OF_TORCH = "torch.utils.data._utils.signal_handling"
 
 
 class _Requests:
     """The `batches` of samples of an epoch that are to be read, computed when needed and `pending` until they came."""
-
-    def __init__(self, epoch: int, batches: Iterator[Tensor]) -> None:
-        self.begin(epoch, batches)
 
     def begin(self, epoch: int, batches: Iterator[Tensor]) -> None:
         self._epoch, self._batches = epoch, batches
@@ -69,26 +84,15 @@ def _starting() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def worker_options(data: Data, device: torch.device) -> dict[str, Any]:
-    """Options of `WorkerLoader` that the section `data` sets."""
-    return {
-        "prefetch": data.prefetch,
-        "persistent": data.persistent_workers,
-        "pin": device.type == "cuda" and data.pin_memory is not False,
-        "non_blocking": data.non_blocking,
-        "timeout_s": data.timeout_s,
-    }
-
-
 class WorkerLoader(Loader):
     """Batches read sample by sample by worker processes, or by this one; the other arguments are those of `Loader`.
 
     Args:
         reader: reads the samples.
-        workers, prefetch, persistent, pin, timeout_s: of the `DataLoader`; without workers, this process reads.
-        non_blocking: copies overlap with computing.
-        collate: makes a batch of samples.
+        settings: how workers read ahead, and how what they read is copied to the device.
+        workers: number of processes; with 0, this process reads.
         on_skipped: called with samples that could not be read, when their batch is taken.
+        collate: makes a batch of samples.
 
     Attributes:
         check: called with the targets and the samples of every batch, on the CPU, before it is used; may raise.
@@ -101,24 +105,22 @@ class WorkerLoader(Loader):
         reader: SeededDataset,
         plan: BatchPlan,
         device: torch.device,
+        settings: Data,
         *,
         workers: int = 0,
-        prefetch: int = 2,
-        persistent: bool = True,
-        pin: bool = False,
-        non_blocking: bool = True,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
-        timeout_s: float | None = None,
-        collate: Callable[[list[Any]], Read] = collate,
+        collate: Collate | None = None,
     ) -> None:
         super().__init__(plan, device)
         # The task sets it later, once targets have a meaning
         self.check: Callable[[Tensor, Tensor], None] | None = None
         self.workers = workers
-        self._pin, self._prefetches = pin, non_blocking
+        self._pin = device.type == "cuda" and settings.pin_memory is not False
+        self._prefetches = settings.non_blocking
         # One object for all epochs, as a DataLoader cannot be given another sampler.
-        self._requests = _Requests(0, iter(()))
-        self._persistent, self._on_skipped, self._timeout_s = persistent, on_skipped, timeout_s
+        self._requests = _Requests()
+        self._persistent, self._timeout_s = settings.persistent_workers, settings.timeout_s
+        self._on_skipped = on_skipped
         self._iterator: Any = None
         _LOADERS.add(self)
         with _starting():
@@ -126,11 +128,11 @@ class WorkerLoader(Loader):
                 reader,
                 batch_sampler=self._requests,
                 num_workers=workers,
-                collate_fn=collate,
-                pin_memory=pin,
+                collate_fn=collate or Collate(),
+                pin_memory=self._pin,
                 worker_init_fn=_start_worker,
-                prefetch_factor=prefetch if workers else None,
-                persistent_workers=persistent and workers > 0,
+                prefetch_factor=settings.prefetch if workers else None,
+                persistent_workers=self._persistent and workers > 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
                 generator=torch.Generator().manual_seed(hash_ints(plan.seed, 2)),
             )
@@ -172,7 +174,7 @@ class WorkerLoader(Loader):
             raise type(error)(message.strip()) from error
         finally:
             if not self._persistent:  # an epoch that was left early has not ended them itself
-                worker_failures.shut_down(iterator)
+                _shut_down(iterator)
                 self._iterator = None if self._iterator is iterator else self._iterator
 
     @contextlib.contextmanager
@@ -182,15 +184,15 @@ class WorkerLoader(Loader):
             yield
             return
         try:
-            with worker_failures.wait_for_batch(timeout_s):
+            with _wait_for_batch(timeout_s):
                 yield
         # The workers themselves tell more than the error of torch
         except (RuntimeError, OSError, EOFError) as error:
-            failure = worker_failures.describe_failure([loader._iterator for loader in _LOADERS], error)
-            if failure is None and not isinstance(error, worker_failures.TimedOut):
+            failure = _describe_failure([loader._iterator for loader in _LOADERS], error)
+            if failure is None and not isinstance(error, _TimedOut):
                 raise
             # After a failure no worker can be trusted to end by itself.
-            worker_failures.kill(self._iterator)
+            _kill(self._iterator)
             self.close()
             if failure is not None:
                 raise DataFailed("data.num_workers", failure[0], failure[1]) from error
@@ -205,8 +207,137 @@ class WorkerLoader(Loader):
 
     def close(self) -> None:
         """End the worker processes."""
-        worker_failures.shut_down(self._iterator)
+        _shut_down(self._iterator)
         self._iterator = self._loader._iterator = None
+
+
+class _Listener:
+    """Replaces torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
+
+    That would leave a step half done, and an exception raised in a callback of the garbage collector is lost. So it is
+    deferred until the next batch is requested; while one is waited for, torch's loader checks its workers every five seconds.
+    """
+
+    def __init__(self, handler: Any, before: Any) -> None:
+        self._handler, self._before = handler, before
+        self._missed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._missed = True
+        if callable(self._before):
+            self._before(number, frame)
+
+    def catch_up(self) -> None:
+        """Raise now for a worker that died in the meantime."""
+        if self._missed:
+            self._missed = False
+            self._handler(signal.SIGCHLD, None)
+
+
+class _TimedOut(RuntimeError):
+    """No batch came from the workers in time."""
+
+
+@contextlib.contextmanager
+def _wait_for_batch(seconds: float | None) -> Iterator[None]:
+    """Wait for workers, or start them, outside of the main thread without any of these checks.
+
+    Raises RuntimeError if one is dead or dies in the meantime, and `_TimedOut` after so many seconds, whatever is waited for:
+    torch's own timeout covers an empty queue only. A tensor arrives as a message, and its memory as a file descriptor that a
+    thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever. There is no
+    limit while user code runs a timer (`signal.setitimer`).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Torch installs its handler when the first workers start, which happens inside of this block.
+    before = signal.getsignal(signal.SIGCHLD)
+    limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    # The user's own timer must not be replaced
+    if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
+        limit = raising_after(seconds, lambda: _TimedOut(f"no data for {seconds:g} s"))
+    try:
+        if isinstance(before, _Listener):
+            before.catch_up()
+        with limit:
+            yield
+    finally:
+        # The handler of torch would raise anywhere in the main process, see `_Listener`
+        handler = signal.getsignal(signal.SIGCHLD)
+        if not isinstance(before, _Listener) and getattr(handler, "__module__", "") == _OF_TORCH:
+            signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
+
+
+def _describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
+    """The failure of a worker of any loader's iterator, and what is allowed; None if all are well.
+
+    `error` is what was raised while a batch was waited for.
+    """
+    text = str(error)
+    # The usual failure in containers has advice of its own
+    if _FROM_A_WORKER in text and SHARED_MEMORY in text:
+        problem = f"a worker process cannot put a batch into shared memory: {text.strip().rpartition('Error: ')[2]}"
+        return problem, f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
+    # Once an iterator ends its workers, they may have ended with status 0.
+    workers = [
+        (number, worker, not getattr(iterator, "_shutdown", True))
+        for iterator in iterators
+        for number, worker in enumerate(getattr(iterator, "_workers", ()))
+    ]
+    # A broken connection is seen a moment before the system reports that the process at its other end is gone.
+    broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in text
+    for _ in range(_LOOKS if broken else 1):
+        for number, worker, busy in workers:
+            if worker.exitcode or (worker.exitcode == 0 and busy):
+                problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
+                return problem, f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
+        time.sleep(0.01)
+    return None
+
+
+def _how_it_ended(exitcode: int) -> str:
+    if exitcode == 0:
+        return "ended with status 0 (the data set or a transform may have called exit())"
+    if exitcode > 0:
+        return f"ended with status {exitcode}"
+    # Real-time signals have a number alone
+    name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else f"signal {-exitcode}"
+    return f"was killed by {name}{_ADVICE.get(name, '')}"
+
+
+def _shut_down(iterator: Any) -> None:
+    """Ask an iterator's workers to end, and kill those that do not end soon.
+
+    torch alone would wait 5 seconds for each frozen worker, and as long again after a SIGTERM.
+    """
+    if not hasattr(iterator, "_workers"):  # it reads in this process, or there is none
+        return
+    if sys.is_finalizing():  # a thread started now never runs, and start() would wait for it forever
+        _kill(iterator)
+        iterator._shutdown_workers()
+        return
+    # A worker that hangs in a read would block the end of the run
+    impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
+    impatience.daemon = True
+    impatience.start()
+    try:
+        iterator._shutdown_workers()
+    finally:
+        impatience.cancel()
+        impatience.join()
+    _kill(iterator)
+
+
+def _kill(iterator: Any) -> None:
+    """Kill what is left of an iterator's workers."""
+    _send_sigkill(iterator)
+    for worker in getattr(iterator, "_workers", ()):
+        worker.join(_END_S)
+
+
+def _send_sigkill(iterator: Any) -> None:
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
 
 
 def as_numbers(array: np.ndarray) -> Any:
@@ -244,7 +375,7 @@ _LOADERS: weakref.WeakSet[WorkerLoader] = weakref.WeakSet()
 def _end_workers() -> None:
     """Kill what an error has left running: Python would wait at exit for workers, which ignore its signal to stop."""
     for loader in list(_LOADERS):
-        worker_failures.kill(loader._iterator)
+        _kill(loader._iterator)
         loader.close()
         # Epochs that are still open have nothing left to end. Where dill is installed, torch imports it, it keeps __main__,
         # and what that holds is freed when this program's modules are empty already.

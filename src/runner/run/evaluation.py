@@ -12,7 +12,7 @@ import torch
 from runner.checkpoint import file
 from runner.checkpoint.manager import CheckpointManager
 from runner.checkpoint.weights import loss_of, part_with, weights_of
-from runner.data.consistency import not_finite
+from runner.data.build import not_finite
 from runner.data.module import DataModule
 from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world

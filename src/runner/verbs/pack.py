@@ -24,7 +24,7 @@ from runner.config.schema.sections import Data, Split
 from runner.config.schema.verbs import Pack
 from runner.config.validate import shown
 from runner.data.cache import recipe_of
-from runner.data.module import as_splits, read_dataset
+from runner.data.module import read_datasets
 from runner.data.packing import Packer
 from runner.data.preparation import exclusive, reported_writing
 from runner.data.samples import as_tensor
@@ -51,7 +51,7 @@ def run(composition: Composition) -> float:
     if is_url(config.output):
         raise UserError("output", f"is {config.output}", "a folder, which you can upload")
     # Splits that the data set does not have are made when training begins, from shards as from any data
-    parts = make_splits(as_splits(read_dataset(data)), Split(val=0.0, test=0.0))
+    parts = make_splits(read_datasets(data), Split(val=0.0, test=0.0))
     report.warnings(*(getattr(dataset, "warnings", ()) for dataset, _ in parts.values()))
     folder = Path(config.output).expanduser()
     packer = Packer(parts, folder, config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -17,7 +17,7 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.bad_samples import BadSample, BadSamples, ReplacementSampler, one_line
 from runner.data.loaders import BatchPlan, Fields, Loader
-from runner.data.module import LoaderBuilder
+from runner.data.module import DataModule
 from runner.data.placement import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
@@ -25,7 +25,7 @@ from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, middle_square
 from runner.data.transforms.augment import Pipeline
-from runner.data.workers import WorkerLoader, worker_options
+from runner.data.workers import WorkerLoader
 
 T = TypeVar("T")
 
@@ -166,9 +166,9 @@ def files_loader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
         device,
+        replace(data, persistent_workers=False),
         workers=workers,
         on_skipped=on_unreadable,
-        **worker_options(data, device) | {"persistent": False},
     )
 
 
@@ -185,6 +185,6 @@ def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -
     channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
     files.field = fields[0]
-    loaders = LoaderBuilder(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
-    loaders.placement.workers = choose_num_workers(data.num_workers, count).workers
-    return loaders.split("input", False).loader, loaders.bad_samples
+    made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
+    made.placement.workers = choose_num_workers(data.num_workers, count).workers
+    return made.split("input", False).loader, made.bad_samples

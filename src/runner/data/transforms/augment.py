@@ -219,7 +219,8 @@ class Pipeline:
     """Batch transforms in order, each with its own stream of random numbers, then normalisation.
 
     `mean` and `std` are statistics for pixels in [0, 1], one value for all channels or one for each. The attribute `of_bytes`
-    is the factor and the subtrahend that normalise pixels from 0 to 255, (1, C, 1, 1) of type `dtype` each.
+    is the factor and the subtrahend that normalise pixels from 0 to 255, (1, C, 1, 1) of type `dtype` each; `per_sample` is
+    whether a sample gets the same result in any batch, and no stateful generator is used.
     """
 
     def __init__(

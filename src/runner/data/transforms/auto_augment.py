@@ -60,18 +60,11 @@ def _auto_contrast(images: Tensor, _: Tensor) -> Tensor:
 
 
 def _equalize(images: Tensor, _: Tensor) -> Tensor:
-    """Equalize the histogram of each channel."""
-    flat = images.flatten(2)
-    levels = torch.arange(256, device=images.device, dtype=torch.uint8).expand(*flat.shape[:2], 256).contiguous()
-    # The cumulative histogram, from sorted pixels: adding up counts is not deterministic on every device.
-    up_to = torch.searchsorted(flat.sort(-1).values, levels, right=True)
-    brightest = flat.amax(-1, keepdim=True)
-    of_brightest = (flat == brightest).sum(-1, keepdim=True)
-    step = (flat.shape[-1] - of_brightest) // 255
-    table = (up_to + step // 2) // step.clamp_min(1)
-    table = torch.cat([torch.zeros_like(table[..., :1]), table[..., :-1]], -1).clamp_(0, 255).to(torch.uint8)
-    table = torch.where(step == 0, levels, table)
-    return table.gather(2, flat.long()).view_as(images)
+    """Equalize the histogram of each channel, whose counts are integers: the same in any order of the pixels."""
+    from torchvision.transforms.v2.functional import equalize  # takes a second, and most runs do not use it
+
+    equalized: Tensor = equalize(images)
+    return equalized
 
 
 # Where the pixels come from: rows (1, H, 1), columns (1, 1, W) and amounts (B, 1, 1) to places that broadcast to (B, H, W).
