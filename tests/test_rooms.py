@@ -193,7 +193,7 @@ BUDGET = {
     "run": 3_998,
     "runtime": 1_364,
     "sweeps": 1_934,
-    "tasks": 776,
+    "tasks": 770,
     "tracking": 2_006,
     "verbs": 2_390,
 }
