@@ -53,22 +53,7 @@ FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 
 
 # Fixtures that run the program or compose its config.
-PROGRAM = {
-    "run",
-    "train",
-    "accepted",
-    "rejected",
-    "train_once",
-    "spawn",
-    "compose",
-    "made_once",
-    "start",
-    "on_terminal",
-    "project",
-    "workplaces",
-    "stopped",
-    "killed",
-}
+PROGRAM = {"run", "spawn", "compose", "made", "made_once", "start", "on_terminal", "project", "workplaces"}
 
 
 def pytest_collection_finish() -> None:
@@ -85,9 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in item.iter_markers("extra"):
             if not extras.installed(name := marker.kwargs["name"]):
                 item.add_marker(pytest.mark.skip(reason=f"the extra [{name}] is not installed"))
-    needing = [item for item in items if item.get_closest_marker("gpu")]
-    if needing and not _has_gpu():
-        for item in needing:
+        if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import runs_that_ended_early
 import yaml
-from docs_pages import rendered
+from docs_pages import DOCS, FENCE, PAGES, REPOSITORY, TUTORIAL, commands, rendered
 
 from runner.base.errors import Problem
 from runner.cli import main
@@ -29,14 +29,8 @@ from runner.config.schema import VERBS
 from runner.config.sources import Sources, shipped
 from runner.verbs import _table as table
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-DOCS = REPOSITORY / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
 README = REPOSITORY / "README.md"
 DOCUMENTS = [path for path in (README, *PAGES) if path.is_file()]
-# Its commands build on each other: tests/test_docs_site.py runs them in order.
-TUTORIAL = DOCS / "tutorial" / "first_hour.md"
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A file shown whole: its path in the line before, or in the first line.
 FILE = re.compile(
     r"^(?:`([\w./]+)`:\n\n)?```(?:python|yaml)\n(?:# ([\w./]+\.(?:py|yaml))\n)?(.*?)^```$", re.M | re.DOTALL
@@ -56,10 +50,6 @@ class Example(NamedTuple):
     output: str = ""
 
 
-def fences(document: Path) -> list[tuple[str, str]]:
-    return FENCE.findall(document.read_text(encoding="utf-8"))
-
-
 def words_of(line: str) -> tuple[str, ...] | None:
     """The words after `python -m runner` in a line of a shell, up to a pipe or the next command."""
     words = shlex.split(line, comments=True)
@@ -76,16 +66,8 @@ def examples() -> list[Example]:
     found = []
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
-        shown: list[tuple[str, str]] = []
-        for language, body in fences(document):
-            if language == "bash":
-                shown += [(line, "") for line in body.replace("\\\n", " ").splitlines()]
-            elif language == "console":
-                for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
-                    line, _, output = part.partition("\n")
-                    shown.append((line, output.strip()))
-            elif language == "yaml":
-                shown += [(line.lstrip("# "), "") for line in body.splitlines() if line.startswith("# python -m")]
+        shown = [*commands(document)]
+        shown += [(line, "") for line in re.findall(r"^# (python -m.*)$", text, re.MULTILINE)]
         prose = FENCE.sub("", text)
         shown += [(line, "") for line in re.findall(r"^ {4}(.*python -m runner.*)$", prose, re.MULTILINE)]
         shown += [(line, "") for line in re.findall(r"`((?:\w+=\S+ )?python -m runner [^`]*)`", prose)]

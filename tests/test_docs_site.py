@@ -20,6 +20,7 @@ import docs_pages
 import pytest
 import runs_that_ended_early
 import yaml
+from docs_pages import DOCS, PAGES, REPOSITORY, TUTORIAL
 
 from runner.base.errors import UserError
 from runner.config import keys
@@ -28,9 +29,6 @@ from runner.config.schema import VERBS
 from runner.config.sources import Sources
 from runner.verbs.options import _commented
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-DOCS = REPOSITORY / "docs"
-TUTORIAL = DOCS / "tutorial" / "first_hour.md"
 # Options of packages that the pages of the documentation show.
 OWN = {"net"}
 OTHERS = sorted((DOCS / "coming_from").glob("*.md"))
@@ -54,14 +52,14 @@ def test_the_page_of_all_keys_has_every_key_and_option(hook: ModuleType) -> None
     assert [name for name in options if f"`{name}`" not in hook.all_options()] == []
 
 
-@pytest.mark.parametrize("document", sorted(DOCS.rglob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.stem)
 def test_what_is_generated_in_a_page_is_current(hook: ModuleType, document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     assert hook.filled(text) == text, "run `make docs-generate`"
 
 
 def test_marks_are_filled_again_and_pages_of_the_root_have_their_links(hook: ModuleType) -> None:
-    marks = [mark for page in DOCS.rglob("*.md") for mark in hook._MARK.findall(page.read_text(encoding="utf-8"))]
+    marks = [mark for page in PAGES for mark in hook._MARK.findall(page.read_text(encoding="utf-8"))]
     assert {name for _, name, _ in marks} == set(hook.GENERATED)
     page = "Before.\n\n<!-- generated: keys seed -->\n\nBetween.\n\n<!-- generated: all_verbs -->\n\nAfter.\n"
     filled = hook.filled(page)
@@ -104,7 +102,7 @@ def test_every_page_is_in_the_navigation() -> None:
     # The file has no tags, so that the plain loader reads it.
     navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = [page for _, page in keys.walk(navigation) if isinstance(page, str)]
-    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    pages = {page.relative_to(DOCS).as_posix() for page in PAGES}
     assert len(listed) == len(set(listed))
     assert pages - set(listed) == set()
 
@@ -146,16 +144,6 @@ def _no_key(key: str) -> bool:
     return all(keys.find(schema, key) is None for schema in VERBS.values())
 
 
-def steps(page: Path) -> Iterator[tuple[str, str]]:
-    """(command, output that the page shows) of a page, in order."""
-    for language, body in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
-        if language == "bash":
-            yield from ((line, "") for line in body.splitlines())
-        elif language == "console":
-            command, _, output = body.removeprefix("$ ").partition("\n")
-            yield command, output
-
-
 @contextlib.contextmanager
 def interrupted_once(logged: Callable[[], bool]) -> Iterator[None]:
     """Press Ctrl-C as soon as `logged`."""
@@ -183,7 +171,7 @@ def test_the_tutorial_runs_from_the_first_command_to_the_last(run: Any, workdir:
     for name in ("digits", "sweep", "photos"):
         runs_that_ended_early.lay_down(workdir / "outputs" / name)
     done = []
-    for command, output in steps(TUTORIAL):
+    for command, output in docs_pages.commands(TUTORIAL):
         verb, *rest = command.removeprefix("python -m runner ").split()
         if command.startswith("pip "):
             continue
@@ -206,7 +194,7 @@ def test_the_tutorial_runs_from_the_first_command_to_the_last(run: Any, workdir:
             else:
                 result = run(verb, *rest, *short)
             assert result.status == status, f"{command}: {result.err}"
-            assert status != 2 or result.err.strip() == output.strip()
+            assert status != 2 or result.err.strip() == output
         done.append(command)
     assert len([command for command in done if command.startswith("python -m runner")]) >= 11
     assert "photos/train/zero" in (workdir / "zero.csv").read_text()

@@ -74,9 +74,8 @@ def test_a_failure_and_a_limit_are_rows() -> None:
 
 def test_the_end_of_pytest_is_a_row() -> None:
     printed = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\n"
-    assert gpu.of_tests(printed, NONE) == [
-        ("tests with `-m gpu`", "", "1 failed, 2 passed in 3.00s", "FAILED tests/test_gpu.py::test_one")
-    ]
+    row = ("tests with `-m gpu`", "", "1 failed, 2 passed in 3.00s", "FAILED tests/test_gpu.py::test_one")
+    assert gpu.of_tests(printed, NONE) == [row]
 
 
 def test_ratios_of_loops_and_peers_are_rows() -> None:
@@ -84,14 +83,8 @@ def test_ratios_of_loops_and_peers_are_rows() -> None:
         "### digits: batch 64\n\n| loop | a step |\n|---|---|\n| `runner` | 1 µs | | |\n"
         "| `bare` | 2 µs | 1.06 times as long | 1.05, 1.06 |"
     )
-    assert gpu.of_loops(loop, NONE) == [
-        (
-            "`runner`, digits: batch 64",
-            "`bare`",
-            "1.06 times as long",
-            "each process: 1.05, 1.06; `bare` takes 2 µs a step",
-        )
-    ]
+    each = "each process: 1.05, 1.06; `bare` takes 2 µs a step"
+    assert gpu.of_loops(loop, NONE) == [("`runner`, digits: batch 64", "`bare`", "1.06 times as long", each)]
     peers = (
         "### digits\n| `runner` | 1 µs | 1 µs | 1.00 | 1.00 to 1.00 | 0.1 | 98% |\n"
         "| `hand` | 2 µs | 1 µs | 1.30 | 1.20 to 1.40 | 0.1 | 98% |\n"

@@ -24,26 +24,14 @@ _STRIKES_BACK = "Wightman et al. 2021, arXiv:2110.00476, table 2"
 _A2 = {"optimizer._target_": "runner.optim.lamb.lamb", "optimizer.lr": 5e-3, "optimizer.weight_decay": 0.02}
 _A2 |= {"data.batch_size": 2048, "epochs": 300, "warmup_epochs": 5, "repeats": 3, "data.drop_last": True, "p": 0.5}
 _A2 |= {"loss._target_": "runner.optim.losses.BinaryCrossEntropy", "loss.target_threshold": 0.2, "crop": 224}
-_A2 |= {
-    "drop_path_rate": 0.05,
-    "mixup": 0.1,
-    "cutmix": 1.0,
-    "magnitude": 7,
-    "centre": 224,
-    "resize": 235,
-    "optimizer.no_decay": "auto",
-}
+_A2 |= {"drop_path_rate": 0.05, "mixup": 0.1, "cutmix": 1.0, "magnitude": 7, "centre": 224, "resize": 235}
+_A2 |= {"optimizer.no_decay": "auto"}
 _A1 = _A2 | {"epochs": 600, "optimizer.weight_decay": 0.01, "mixup": 0.2}
 _A3 = _A2 | {"epochs": 100, "optimizer.lr": 8e-3, "magnitude": 6, "crop": 160, "repeats": 1}
 _A3 |= {"drop_path_rate": 0.0}
 _FFCV = "libffcv/ffcv-imagenet, rn18_configs"
-_R18 = _SGD | {
-    "optimizer.lr": 0.5,
-    "optimizer.weight_decay": 5e-5,
-    "data.batch_size": 1024,
-    "loss.label_smoothing": 0.1,
-}
-_R18 |= {"optimizer.no_decay": "auto", "data.drop_last": True, "resize": round(256 * 256 / 224)}
+_R18 = _SGD | {"optimizer.lr": 0.5, "optimizer.weight_decay": 5e-5, "data.batch_size": 1024, "data.drop_last": True}
+_R18 |= {"loss.label_smoothing": 0.1, "optimizer.no_decay": "auto", "resize": round(256 * 256 / 224)}
 _R18 |= {"crop": 192, "smallest": 160, "centre": 256, "epochs": 16, "begin": 11, "end": 13, "warmup_epochs": 2}
 _DEIT = {"optimizer._target_": "torch.optim.AdamW", "optimizer.lr": 5e-4 * 1024 / 512, "optimizer.weight_decay": 0.05}
 _DEIT |= {"data.batch_size": 1024, "epochs": 300, "warmup_epochs": 5, "drop_path_rate": 0.1, "repeats": 3}
@@ -102,10 +90,8 @@ def test_the_hyper_parameters_are_those_of_the_source(name: str, compose: Any) -
     source, published = PUBLISHED[name]
     found = _described(compose(f"experiment={name}", "data.root=images").values)
     for key, value in published.items():
-        assert found[key] == (pytest.approx(value, rel=1e-3) if isinstance(value, (int, float)) else value), (
-            key,
-            source,
-        )
+        expected = pytest.approx(value, rel=1e-3) if isinstance(value, (int, float)) else value
+        assert found[key] == expected, (key, source)
 
 
 @pytest.fixture(scope="module")

@@ -160,14 +160,8 @@ def call(
     (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     if not composed:
-        own = (
-            "model._target_=tiny_model.Tiny",
-            "~model.width",
-            "model.dropout=0.0",
-            "max_steps=1",
-            "data.dataset._target_=tiny_model.sharded",
-        )
-        composed.append(compose(*SMALL, *own))
+        own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
+        composed.append(compose(*SMALL, *own, "data.dataset._target_=tiny_model.sharded"))
     numbers = itertools.count()
 
     def train(**settings: Any) -> dict[str, Any]:
@@ -262,13 +256,8 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
 
 
 def test_a_compiled_step_resumes_with_the_same_bits(call: Any) -> None:
-    keys = {
-        "data.drop_last": True,
-        "amp": "bf16",
-        "grad_clip.norm": 1.0,
-        "accumulate": 2,
-        "activation_checkpointing": True,
-    }
+    keys: dict[str, Any] = {"data.drop_last": True, "amp": "bf16", "grad_clip.norm": 1.0, "accumulate": 2}
+    keys["activation_checkpointing"] = True
     plain = read(call(max_steps=4, **keys)["folder"] / "checkpoints" / "last.safetensors")["model"]
     keys["compile"] = "step"
     whole = call(max_steps=4, **keys)

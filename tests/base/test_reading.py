@@ -61,26 +61,21 @@ def test_only_small_regular_files_are_read(kind: str, tmp_path: Path) -> None:
         read_overrides(tmp_path)
 
 
+@pytest.mark.parametrize("text", ["- 2024-99-99", "- " + "9" * 5000], ids=["impossible date", "huge number"])
+def test_overrides_of_anybody_are_a_list_of_texts(text: str, tmp_path: Path) -> None:
+    (tmp_path / "overrides.yaml").write_text(text)
+    assert read_overrides(tmp_path) == [text.removeprefix("- ")]
+
+
 @pytest.mark.parametrize(
     "text",
-    [
-        "- 2024-99-99",
-        "- " + "9" * 5000,
-        "[" * 50_000,
-        "- !!python/object/apply:os.system [x]",
-        "a: b",
-        "- {a: b}",
-        "\0",
-    ],
-    ids=["impossible date", "huge number", "deep", "tag", "mapping", "list of mappings", "control character"],
+    ["[" * 50_000, "- !!python/object/apply:os.system [x]", "a: b", "- {a: b}", "\0"],
+    ids=["deep", "tag", "mapping", "list of mappings", "control character"],
 )
-def test_overrides_of_anybody_are_a_list_of_texts_or_refused(text: str, tmp_path: Path) -> None:
+def test_what_is_no_list_of_texts_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "overrides.yaml").write_text(text)
-    try:
-        words = read_overrides(tmp_path)
-    except ValueError:
-        return
-    assert words == [text.removeprefix("- ")]
+    with pytest.raises(ValueError, match=r"."):
+        read_overrides(tmp_path)
 
 
 def test_the_start_time_is_that_of_the_summary_else_when_it_was_written(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import stat
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -81,14 +84,7 @@ def test_only_texts_and_whole_numbers_are_masked_so_that_components_keep_what_th
     inner = {"_target_": "a.B", "user": "me", "pin": 12, "on": True, "rate": 0.5, "none": None}
     values = {"credentials": inner, "hf_token": ""}
     masked = mask_values(values)
-    assert masked["credentials"] == {
-        "_target_": "a.B",
-        "user": "***",
-        "pin": "***",
-        "on": True,
-        "rate": 0.5,
-        "none": None,
-    }
+    assert masked["credentials"] == inner | {"user": "***", "pin": "***"}
     assert masked["hf_token"] == ""
     assert unmasked(masked, values) == values
     assert unmasked(masked, {}) == masked
@@ -153,15 +149,11 @@ TOLD = (
 
 
 @pytest.fixture
-def sending(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    import importlib
-    import sys
-
+def sending(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (workdir / "sending.py").write_text(SENDING, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
     monkeypatch.setenv("RUNNER_TRUST", "sending")
-    yield importlib.import_module("sending")
-    del sys.modules["sending"]
+    return importlib.import_module("sending")
 
 
 def _leaks(folder: Path) -> list[str]:
@@ -171,8 +163,6 @@ def _leaks(folder: Path) -> list[str]:
 def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
     run: Any, accepted: Any, rejected: Any, sending: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "runner", "train", *TOLD])
     first = accepted("train", *SMALL, *TOLD, "max_steps=2", "hydra.run.dir=run")
     assert sending.BUILT == [("hunter2", "https://me:hunter2@host/a", {"user": "me", "password": "hunter2"})]
@@ -194,18 +184,11 @@ def test_no_file_of_a_run_or_a_sweep_holds_a_secret_and_a_resume_asks_for_it(
 
 
 @pytest.mark.extended
-def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(
-    run: Any, accepted: Any, sending: Any
-) -> None:
-    words = (
-        "data.dataset._target_=sending.keyed",
-        "+data.dataset.key=images",
-        "+data.dataset.token=cls",
-        "max_steps=2",
-    )
-    accepted("train", *SMALL, *words, "hydra.run.dir=run")
-    for verb in ("eval", "train"):
-        assert run(verb, "ckpt_path=run", *(("max_steps=3",) if verb == "train" else ())).status == 0
+def test_a_checkpoint_keeps_the_arguments_of_a_data_set_whatever_their_names(accepted: Any, sending: Any) -> None:
+    words = ("data.dataset._target_=sending.keyed", "+data.dataset.key=images", "+data.dataset.token=cls")
+    accepted("train", *SMALL, *words, "max_steps=2", "hydra.run.dir=run")
+    accepted("eval", "ckpt_path=run")
+    accepted("train", "ckpt_path=run", "max_steps=3")
 
 
 def test_the_same_command_with_a_secret_is_known_again(run: Any, sending: Any) -> None:

@@ -94,13 +94,8 @@ def _average(training: Run) -> None:
 
 
 def _evaluate(training: Run) -> None:
-    evaluate(
-        training.model,
-        training.data.train_for_eval.loader,
-        training.steps.evaluated,
-        loss=training.loss,
-        metrics={},
-    )
+    loader = training.data.train_for_eval.loader
+    evaluate(training.model, loader, training.steps.evaluated, loss=training.loss, metrics={})
 
 
 def _watch(training: Run) -> None:

@@ -63,8 +63,8 @@ def test_a_later_operation_in_place_does_not_change_a_feature(images: Tensor) ->
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones() -> None:
     model = ResNet18(1, 5, width=4)
-    with pytest.raises(UserError, match=r"tensors: the model has no layer 'stagse'; did you mean 'stages'") as error:
-        Extractor(model, ["head", "stagse"], key="tensors")
+    with pytest.raises(UserError, match=r"features: the model has no layer 'stagse'; did you mean 'stages'") as error:
+        Extractor(model, ["head", "stagse"])
     allowed = str(error.value).partition("allowed: ")[2]
     assert {"stages.2", "head"} <= {*allowed.split(" and ")[0].split(", ")}
     assert len(allowed) < 3000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -143,24 +144,6 @@ def test_small_cnn_pools_large_images_only() -> None:
     assert sizes == [28, 14, 7, 8, 4, 2, 3, 3, 3]
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda rate: MLP(1, (8, 8), 3, dropout=rate),
-        lambda rate: SmallCNN(1, 3, width=8, dropout=rate),
-    ],
-    ids=["mlp", "small_cnn"],
-)
-def test_dropout_acts_while_training_and_only_then(build: Callable[[float], nn.Module]) -> None:
-    images = images_of(1, (8, 8))
-    model = build(0.5)
-    assert not torch.equal(model(images), model(images))
-    model.eval()
-    assert torch.equal(model(images), model(images))
-    plain = build(0.0)
-    assert torch.equal(plain(images), plain(images))
-
-
 def test_vit_knows_where_a_patch_lies() -> None:
     model = ViT(1, (8, 8), 3, dim=12, depth=1).eval()
     with torch.no_grad():
@@ -197,26 +180,9 @@ def test_an_argument_out_of_range_is_named(build: Callable[[], nn.Module], messa
 
 
 @pytest.mark.extended
-def test_small_cnn_learns_digits() -> None:
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1
-    targets = torch.tensor(digits.target)
-    torch.manual_seed(0)
-    order = torch.randperm(len(images))
-    train, test = order[:1437], order[1437:]
-    model = SmallCNN(1, 10, width=16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for _ in range(4):
-        for batch in train[torch.randperm(len(train))].split(64):
-            optimizer.zero_grad()
-            F.cross_entropy(model(images[batch]), targets[batch]).backward()
-            optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        accuracy = (model(images[test]).argmax(1) == targets[test]).double().mean().item()
-    assert accuracy > 0.95
+def test_small_cnn_learns_digits(train: Callable[..., Any]) -> None:
+    result = train("model=small_cnn", "model.width=16", "epochs=4", "optimizer.lr=0.01")
+    assert result.summary["test"]["accuracy"] > 0.95
 
 
 def test_airbench_has_the_published_size_and_no_scale_in_its_norms() -> None:
@@ -261,21 +227,25 @@ def test_rates_of_drop_path_rise_linearly_to_that_of_the_last_block() -> None:
     assert rates(ResNet18(1, 3, width=4, drop_path=0.8)) == pytest.approx([0.1 * n for n in range(1, 9)])
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda **rates: ViT(1, (8, 8), 3, dim=12, depth=2, **rates),
-        lambda **rates: ResNet18(1, 3, width=4, **rates),
-    ],
-    ids=["vit", "resnet"],
-)
-@pytest.mark.parametrize("key", ["drop_path", "dropout"])
-def test_drop_path_and_dropout_act_while_training_and_only_then(build: Callable[..., nn.Module], key: str) -> None:
-    images = torch.randn(8, 1, 8, 8)
+RATES: dict[str, Callable[..., nn.Module]] = {
+    "dropout of mlp": lambda **rates: MLP(1, (8, 8), 3, **rates),
+    "dropout of small_cnn": lambda **rates: SmallCNN(1, 3, width=8, **rates),
+    "dropout of vit": (vit := lambda **rates: ViT(1, (8, 8), 3, dim=12, depth=2, **rates)),
+    "dropout of resnet": (resnet := lambda **rates: ResNet18(1, 3, width=4, **rates)),
+    "drop_path of vit": vit,
+    "drop_path of resnet": resnet,
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_drop_path_and_dropout_act_while_training_and_only_then(name: str) -> None:
+    build, key, images = RATES[name], name.partition(" ")[0], torch.randn(8, 1, 8, 8)
     model = build(**{key: 0.5})
     assert not torch.equal(model(images), model(images))
     model.eval()
     assert torch.equal(model(images), model(images))
-    assert build().state_dict().keys() == model.state_dict().keys()
+    plain = build(**{key: 0.0})
+    assert torch.equal(plain(images), plain(images))
+    assert plain.state_dict().keys() == model.state_dict().keys()
     with pytest.raises(ValueError, match=f"{key} must be at least 0 and below 1"):
         build(**{key: 1.0})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +52,12 @@ def test_a_model_gives_losses_and_objects(name: str, options: dict[str, int], dt
 
 @pytest.mark.parametrize(
     ("name", "file"),
-    some(
-        [
-            ("ssdlite320_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"),
-            ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_coco-eeacb38b.pth"),
-            ("maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_coco-bf2d0c1e.pth"),
-        ],
-        0,
-        several=True,
-    ),
-)
+    some([
+        ("ssdlite320_mobilenet_v3_large", "ssdlite320_mobilenet_v3_large_coco-a79551df.pth"),
+        ("retinanet_resnet50_fpn", "retinanet_resnet50_fpn_coco-eeacb38b.pth"),
+        ("maskrcnn_resnet50_fpn", "maskrcnn_resnet50_fpn_coco-bf2d0c1e.pth"),
+    ], 0, several=True),
+)  # fmt: skip
 def test_weights_of_coco_are_used_where_they_fit(
     name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,33 +87,14 @@ def test_weights_of_coco_are_used_where_they_fit(
     [
         ({"name": "fasterrcnn_resnet50"}, "model.name", "fasterrcnn_resnet50_fpn"),
         ({"name": "keypointrcnn_resnet50_fpn"}, "model.name", "no torchvision detection model"),
-        ({"name": "fcos_resnet50_fpn", "weights": "IMAGENET1K_V1"}, "model.weights", "no weights 'IMAGENET1K_V1'"),
-        (
-            {"name": "fcos_resnet50_fpn", "weights_backbone": "BEST"},
-            "model.weights_backbone",
-            "resnet50 has no weights 'BEST'",
-        ),
-        (
-            {"name": "fcos_resnet50_fpn", "weights": "DEFAULT"},
-            "model.weights",
-            "https://.*/(fcos_resnet50_fpn_coco.*) to /.*/checkpoints/\\1 yourself",
-        ),
-        (
-            {"name": "fcos_resnet50_fpn", "weights_backbone": "DEFAULT"},
-            "model.weights_backbone",
-            "https://.*/(resnet50-.*) to /.*/checkpoints/\\1 yourself",
-        ),
+        ({"weights": "IMAGENET1K_V1"}, "model.weights", "no weights 'IMAGENET1K_V1'"),
+        ({"weights_backbone": "BEST"}, "model.weights_backbone", "resnet50 has no weights 'BEST'"),
+        ({"weights": "DEFAULT"}, "model.weights", r"/(fcos_resnet50_fpn_coco.*) to /.*/checkpoints/\1 yourself"),
+        ({"weights_backbone": "DEFAULT"}, "model.weights_backbone", r"/(resnet50-.*) to /.*/checkpoints/\1 yourself"),
     ],
 )
-def test_what_there_is_not_is_a_sentence(
-    arguments: dict[str, Any], key: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError("the network is off in this test")
-
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+def test_what_there_is_not_is_a_sentence(arguments: dict[str, Any], key: str, reason: str, offline: Path) -> None:
     with pytest.raises(UserError) as caught:
-        detector(num_classes=4, **arguments)
+        detector(num_classes=4, **{"name": "fcos_resnet50_fpn"} | arguments)
     assert caught.value.problems[0].key == key
     assert re.search(reason, str(caught.value))

@@ -145,21 +145,15 @@ def test_frozen_parameters_are_in_no_group_and_each_of_the_others_in_one() -> No
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        (
-            "optimizer.lr_mult={haed: 2}",
-            "optimizer.lr_mult: the model has no module or parameter 'haed'; did you mean 'head'?",
-        ),
-        (
-            "optimizer.no_decay=[block]",
-            "optimizer.no_decay: the model has no module or parameter 'block'; did you mean 'blocks'?",
-        ),
-    ],
+    ("key", "value", "name", "meant"),
+    [("lr_mult", "{haed: 2}", "haed", "head"), ("no_decay", "[block]", "block", "blocks")],
 )
-def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(word: str, says: str, compose: Any) -> None:
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(
+    key: str, value: str, name: str, meant: str, compose: Any
+) -> None:
     with pytest.raises(UserError, match="allowed: names with") as caught:
-        built(compose, vit(), word)
+        built(compose, vit(), f"optimizer.{key}={value}")
+    says = f"optimizer.{key}: the model has no module or parameter '{name}'; did you mean '{meant}'?"
     assert says in str(caught.value)
 
 
@@ -178,8 +172,8 @@ def test_a_wrong_value_is_a_problem_of_its_key(word: str, key: str, problems: An
 
 
 def test_an_optimizer_without_weight_decay_cannot_keep_it_from_anything(compose: Any) -> None:
-    words = ("optimizer._target_=torch.optim.Rprop", "~optimizer.betas", "~optimizer.eps", "~optimizer.weight_decay")
-    words += ("~optimizer.amsgrad",)
+    words = ["optimizer._target_=torch.optim.Rprop"]
+    words += [f"~optimizer.{name}" for name in ("betas", "eps", "weight_decay", "amsgrad")]
     with pytest.raises(UserError, match="has no weight_decay"):
         built(compose, vit(), *words, "optimizer.no_decay=auto")
 
@@ -202,17 +196,14 @@ def test_the_table_has_a_row_for_each_group_and_none_without_groups(compose: Any
     ],
 )
 def test_the_rate_is_in_proportion_to_the_samples_of_a_step(words, expected, compose):
-    composition = compose("optimizer=sgd", "optimizer.lr=0.1", "data.batch_size=64", *words)
-    config = resolve_config(composition, Train)
-    optimizer, _ = build_optimizer(config, torch.nn.Linear(2, 2))
-    assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
-    assert [group["initial_lr"] for group in optimizer.param_groups] == [pytest.approx(expected)]
+    words = ("optimizer=sgd", "optimizer.lr=0.1", "data.batch_size=64", *words)
+    for group in built(compose, nn.Linear(2, 2), *words).param_groups:
+        assert group["lr"] == group["initial_lr"] == pytest.approx(expected)
 
 
 def test_both_rates_of_muon_follow(compose):
-    composition = compose("optimizer=muon", "optimizer.lr_base_batch_size=32", "data.batch_size=64")
-    config = resolve_config(composition, Train)
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    optimizer, _ = build_optimizer(config, model)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    words = ("optimizer=muon", "optimizer.lr_base_batch_size=32", "data.batch_size=64")
+    optimizer = built(compose, model, *words)
     rates = {group["algorithm"]: group["initial_lr"] for group in optimizer.param_groups}
     assert rates == {"muon": pytest.approx(2 * 0.02), "adamw": pytest.approx(2 * 0.003)}

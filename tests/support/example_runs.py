@@ -10,121 +10,68 @@ from PIL import Image
 from torch import Tensor
 
 _MNIST = [
-    "data=synthetic",
-    "data.image_size=28",
-    "data.dataset.channels=1",
-    "data.dataset.samples=128",
-    "data.batch_size=16",
-]
+    "data=synthetic", "data.image_size=28", "data.dataset.channels=1", "data.dataset.samples=128", "data.batch_size=16",
+]  # fmt: skip
 _DOCS = Path(__file__).resolve().parents[2] / "docs"
 _TEXTS = "{train: howto/own_step.md, val: howto/own_model.md, test: howto/python.md}"
 
-RUNS = {
+RUNS: dict[str, list[str]] = {
     "mnist": [*_MNIST, "epochs=2"],
     "mnist_rnn": [*_MNIST, "epochs=2"],
     "mnist_forward_forward": [
-        *(*_MNIST, "epochs=2", "freeze=['1@1ep']", "scheduler.first.options.step_size=1", "evaluate.every_epochs=1")
+        *_MNIST, "epochs=2", "freeze=['1@1ep']", "scheduler.first.options.step_size=1", "evaluate.every_epochs=1",
     ],
     "siamese_network": [
-        "data.dataset.source._target_=runner.data.sources.digits.digits",
-        *("~data.dataset.source.root", "~data.dataset.source.download", "data.batch_size=8", "evaluate.batch_size=64"),
-        *("data.normalize.mean=[0.3]", "data.normalize.std=[0.4]"),
-        *("epochs=2", "limit.train_batches=5", "limit.eval_batches=2", "data.num_workers=0"),
+        "data.dataset.source._target_=runner.data.sources.digits.digits", "~data.dataset.source.root",
+        "~data.dataset.source.download", "data.batch_size=8", "evaluate.batch_size=64", "data.normalize.mean=[0.3]",
+        "data.normalize.std=[0.4]", "epochs=2", "limit.train_batches=5", "limit.eval_batches=2", "data.num_workers=0",
     ],
     "vae": [*_MNIST, "epochs=2"],
     "regression": ["epochs=2", "data.dataset.samples=320"],
     "gcn": ["data=drawn_graph", "model.in_features=32", "epochs=12", "evaluate.every_epochs=4"],
     "denoising_autoencoder": ["epochs=2", "limit.train_batches=6"],
     "character_language_model": [
-        "model.width=16",
-        "model.heads=2",
-        "model.layers=1",
-        "data.dataset.length=32",
-        "data.batch_size=8",
-        "limit.train_batches=6",
-        "limit.eval_batches=2",
-        "epochs=2",
+        "model.width=16", "model.heads=2", "model.layers=1", "data.dataset.length=32", "data.batch_size=8",
+        "limit.train_batches=6", "limit.eval_batches=2", "epochs=2",
     ],
     "dcgan": [
-        "data=synthetic",
-        "data.image_size=32",
-        "data.dataset.samples=64",
-        "data.batch_size=16",
-        "model.width=8",
-        "task.discriminator.width=8",
-        "epochs=3",
+        "data=synthetic", "data.image_size=32", "data.dataset.samples=64", "data.batch_size=16", "model.width=8",
+        "task.discriminator.width=8", "epochs=3",
     ],
     "fast_neural_style": [
-        "data=synthetic",
-        "data.image_size=32",
-        "data.dataset.samples=24",
-        "model.width=4",
-        "task.weights=null",
+        "data=synthetic", "data.image_size=32", "data.dataset.samples=24", "model.width=4", "task.weights=null",
         f"task.style={_DOCS}/assets/report.png",
     ],
     "super_resolution": [
-        f"data.root={_DOCS}",
-        "data.dataset.folders={train: reference/verbs, val: assets}",
-        "data.dataset.size=48",
-        "data.batch_size=1",
-        "epochs=4",
+        f"data.root={_DOCS}", "data.dataset.folders={train: reference/verbs, val: assets}", "data.dataset.size=48",
+        "data.batch_size=1", "epochs=4",
     ],
     "time_sequence_prediction": [
-        "data.dataset.length=20",
-        "data.dataset.count=12",
-        "data.batch_size=3",
-        "model.hidden=8",
-        "optimizer.max_iter=3",
-        "task.future=20",
-        "epochs=3",
+        "data.dataset.length=20", "data.dataset.count=12", "data.batch_size=3", "model.hidden=8", "optimizer.max_iter=3",
+        "task.future=20", "epochs=3",
     ],
     "word_language_model": [
-        f"data.root={_DOCS}",
-        f"data.dataset.files={_TEXTS}",
-        "data.batch_size=8",
-        "model.size=16",
-        "epochs=2",
+        f"data.root={_DOCS}", f"data.dataset.files={_TEXTS}", "data.batch_size=8", "model.size=16", "epochs=2",
     ],
     "deeplabv3": [
-        "data=segmentation_folder",
-        "data.root=scenes",
-        "data.image_size=64",
-        "transform.sample_eval.0.size=64",
-        "data.batch_size=4",
-        "model.name=deeplabv3_mobilenet_v3_large",
-        "model.weights_backbone=null",
-        "epochs=2",
+        "data=segmentation_folder", "data.root=scenes", "data.image_size=64", "transform.sample_eval.0.size=64",
+        "data.batch_size=4", "model.name=deeplabv3_mobilenet_v3_large", "model.weights_backbone=null", "epochs=2",
     ],
     "faster_rcnn": [
-        "data.root=scenes",
-        "data.batch_size=2",
-        "model.name=fasterrcnn_mobilenet_v3_large_320_fpn",
+        "data.root=scenes", "data.batch_size=2", "model.name=fasterrcnn_mobilenet_v3_large_320_fpn",
         "model.options={min_size: 64, max_size: 96, box_batch_size_per_image: 32, rpn_post_nms_top_n_train: 50}",
-        "model.weights_backbone=null",
-        "scheduler.warmup=4",
-        "epochs=1",
+        "model.weights_backbone=null", "scheduler.warmup=4", "epochs=1",
     ],
     "similarity": [
-        "data=digits",
-        "transform.sample_train.1.size=[32,32]",
-        "data.batch_size=40",
-        "model.name=resnet18",
-        "model.weights=null",
-        "limit.train_batches=6",
-        "epochs=2",
+        "data=digits", "transform.sample_train.1.size=[32,32]", "data.batch_size=40", "model.name=resnet18",
+        "model.weights=null", "limit.train_batches=6", "epochs=2",
     ],
     "video_classification": [
-        "data.root=videos",
-        "data.dataset.clips=2",
-        "data.dataset.frames=4",
-        "transform.sample_train.0.size=[32,40]",
-        "transform.sample_train.2.size=28",
-        "transform.sample_eval.1.size=28",
-        "model.name=mc3_18",
-        "data.batch_size=8",
+        "data.root=videos", "data.dataset.clips=2", "data.dataset.frames=4", "transform.sample_train.0.size=[32,40]",
+        "transform.sample_train.2.size=28", "transform.sample_eval.1.size=28", "model.name=mc3_18", "data.batch_size=8",
         "epochs=2",
     ],
-}
+}  # fmt: skip
 
 
 def prepare(folder: Path) -> None:

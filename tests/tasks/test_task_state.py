@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -66,15 +65,14 @@ def tasks(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_killed_run_goes_on_from_the_state_of_its_task_and_eval_uses_it(
-    train: Callable[..., Any], killed: Callable[..., Path], accepted: Callable[..., Any]
+    train: Callable[..., Any], killed: Callable[..., Path], printed: Any
 ) -> None:
     whole = train(*WORDS)
     assert "attributes" not in whole.out + whole.err, "a state_dict keeps them"
     resumed = train(f"ckpt_path={killed(9, *WORDS)}", "callbacks=none")
     for key in ("weights_sha256", "best", "test", "test_step"):
         assert resumed.summary[key] == whole.summary[key]
-    accepted("eval", f"ckpt_path={resumed.directory}", "split=test", "output=found", "threads=1")
-    found = json.loads(next(Path("found").glob("*.json")).read_text())
+    found = printed("eval", f"ckpt_path={resumed.directory}", "split=test")
     assert found["metrics"]["loss"] == pytest.approx(whole.summary["test"]["loss"])
 
 
@@ -89,7 +87,7 @@ def test_trials_change_no_attribute_and_one_warning_names_those_of_a_step(train:
 
 
 def test_a_checkpoint_without_a_state_of_the_task_is_loaded_and_one_that_does_not_fit_is_refused(
-    train: Callable[..., Any], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_tasks = importlib.import_module("own_tasks")
     with monkeypatch.context() as patch:
@@ -98,6 +96,4 @@ def test_a_checkpoint_without_a_state_of_the_task_is_loaded_and_one_that_does_no
     stateful = train(f"ckpt_path={older}", "max_steps=3").directory
     monkeypatch.setattr(own_tasks.Stateful, "load_state_dict", lambda self, state: state["steps"])
     for verb in ("train", "eval"):
-        refused = run(verb, f"ckpt_path={stateful}", "threads=1")
-        assert refused.status == 2, refused.err
-        assert "the task Stateful cannot load its state: 'steps'" in refused.err
+        refused((f"ckpt_path={stateful}",), "", "the task Stateful cannot load its state: 'steps'", verb=verb)

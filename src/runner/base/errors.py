@@ -1,22 +1,26 @@
-"""Errors of users and how they are reported, and the exit codes of jobs."""
+"""Errors of users and how they are reported, with the places in their own code, and the exit codes of jobs."""
 
 from __future__ import annotations
 
 import difflib
 import errno
+import functools
 import os
 import re
+import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.base import user_frames
 from runner.base.secrets import MASK, is_secret, mask_word
 
 _NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't start new thread")
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
-
+_INSTALLED = {"site-packages", "dist-packages"}
+_GENERATED = ("<", "torchinductor_")  # how names of files begin that no user has written
+_MOST_FRAMES = 3
+_HINT = "    HYDRA_FULL_ERROR=1 shows the whole traceback"
 
 OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
 """Exit codes of all verbs: `WORSE` than a baseline (report)."""
@@ -137,10 +141,10 @@ def explain(error: BaseException) -> tuple[int, str, str]:
     code raised is shown with the frames of user code; any other unexpected error with its traceback.
     """
     code = getattr(error, "exit_code", None)
-    where = user_frames.located(error)
+    where = located(error)
     if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
         sentence = f"{type(error).__name__}: {error}"
-        own = bool(user_frames.own_frames(error)) and os.environ.get("HYDRA_FULL_ERROR") != "1"
+        own = bool(own_frames(error)) and os.environ.get("HYDRA_FULL_ERROR") != "1"
         first, *others = sentence.split("\n")
         refused = file_error(error) if isinstance(error, OSError) else ""
         text = "\n".join([first, *where, *others]) if own else refused or whole(error)
@@ -158,3 +162,30 @@ def whole(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+@functools.cache
+def _is_own(file: str) -> bool:
+    program = Path(__file__).resolve().parents[1]
+    library = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
+    path = Path(file).resolve()
+    generated = any(part.startswith(_GENERATED) for part in Path(file).parts)
+    return not generated and _INSTALLED.isdisjoint(path.parts) and {program, *library}.isdisjoint(path.parents)
+
+
+def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of user code that an error passed through, the innermost one last; or those of what caused it."""
+    found = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    return found or (own_frames(error.__cause__) if error.__cause__ is not None else [])
+
+
+def located(error: BaseException) -> list[str]:
+    """The short notes of an error, the innermost frames of user code, and longer notes; only the latter without frames."""
+    cause: BaseException | None = error
+    frames, notes = own_frames(error)[-_MOST_FRAMES:], list[str]()
+    while cause is not None:
+        notes += getattr(cause, "__notes__", ())
+        cause = cause.__cause__
+    short, long = ([note for note in notes if ("\n" in note) is wanted] for wanted in (False, True))
+    places = [line.rstrip() for line in traceback.format_list(frames)]
+    return [*(f"    {note}" for note in short), *places, *long, _HINT] if frames else long

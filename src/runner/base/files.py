@@ -32,11 +32,14 @@ _FOLDER_FLUSH_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn an `OSError` raised inside the block into a `UserError` with `path` and the reason."""
+def writing(path: Path, key: str = "", allowed: str = "") -> Iterator[None]:
+    """Turn an `OSError` raised inside the block into a `UserError` with `path` and the reason, and a key to set if there is one."""
     try:
         yield
     except OSError as error:
+        if key:
+            kind = DiskFull if error.errno in _FULL else UserError
+            raise kind(key, f"cannot write {path.absolute()}: {error.strerror or error}", allowed) from error
         if error.errno in _FULL:
             full = f"{_FULL[error.errno]} on the disk that holds {path}; free some space or {_ELSEWHERE}"
             raise DiskFull(full) from error

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -34,11 +34,13 @@ _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
 
 
 @contextlib.contextmanager
-def listening(note: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `note` for the signals of `STOPPING`. Outside the main thread, where Python allows no handlers, nothing is done."""
+def listening(
+    note: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals] = STOPPING
+) -> Iterator[None]:
+    """Call `note` for signals. Outside the main thread, where Python allows no handlers, nothing is done."""
     before = {}
     if threading.current_thread() is threading.main_thread():
-        for number in STOPPING:
+        for number in numbers:
             if number.name not in _LEFT_IGNORED or signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, note)
     try:

@@ -35,7 +35,6 @@ def job() -> str:
 @contextlib.contextmanager
 def early_warnings() -> Iterator[None]:
     """In a job of SLURM, note the warnings that come before a run listens to signals, as they would end the process."""
-    before = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         for names in (signals.heard, signals.early):
@@ -43,17 +42,9 @@ def early_warnings() -> Iterator[None]:
 
     signals.heard.clear()
     signals.early.clear()
-    if job():
-        with contextlib.suppress(ValueError):  # outside of the main thread, where Python allows no handlers
-            for number in signals.WARNINGS:
-                if signal.getsignal(number) == signal.SIG_DFL:
-                    before[number] = signal.signal(number, note)
-    try:
+    ending = [number for number in signals.WARNINGS if job() and signal.getsignal(number) == signal.SIG_DFL]
+    with signals.listening(note, ending):
         yield
-    finally:
-        for number, handler in before.items():
-            if signal.getsignal(number) is note:
-                signal.signal(number, handler)
 
 
 def warned(values: Mapping[str, Any]) -> bool:

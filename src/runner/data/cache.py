@@ -27,13 +27,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from runner.base.errors import DataFailed, UserError
-from runner.base.files import whole
+from runner.base.files import whole, writing
 from runner.base.reading import LARGEST_TEXT, read_regular
 from runner.base.secrets import mask_values
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.loaders import BatchPlan
-from runner.data.preparation import exclusive, noticing_signals, progress, reported_writing
+from runner.data.preparation import exclusive, noticing_signals, progress
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
@@ -81,7 +81,7 @@ class Cache:
             return found._replace(complaint="")
         with (
             noticing_signals() as stopped,
-            reported_writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
+            writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
             exclusive(path, stopped) as locked,
         ):
             # Another process may have made it while this one waited for the lock.

@@ -8,15 +8,12 @@ import fcntl
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from runner.base.errors import DiskFull, UserError
-from runner.base.signals import STOPPING
+from runner.base.signals import STOPPING, listening
 
 _POLL_S = 0.2
 _SHOWN_AFTER_S = 2.0
@@ -55,24 +52,17 @@ def noticing_signals(then: Callable[[], None] = lambda: None) -> Iterator[Callab
     `then` is called after the handler, and may raise to end work that does not ask.
     """
     received: list[int] = []
-    before: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    # Only handlers of the run are wrapped: a default action ends the process anyway
+    handlers = {number: handler for number in STOPPING if callable(handler := signal.getsignal(number))}
+    wrapped = {number: handler for number, handler in handlers.items() if handler is not signal.default_int_handler}
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        before[number](number, frame)
+        wrapped[signal.Signals(number)](number, frame)
         then()
 
-    # Only handlers of the run are wrapped: a default action ends the process anyway
-    for number in STOPPING if threading.current_thread() is threading.main_thread() else ():
-        handler = signal.getsignal(number)
-        if callable(handler) and handler is not signal.default_int_handler:
-            before[number] = handler
-            signal.signal(number, note)
-    try:
+    with listening(note, list(wrapped)):
         yield lambda: bool(received)
-    finally:
-        for watched, handler in before.items():
-            signal.signal(watched, handler)
 
 
 @contextlib.contextmanager
@@ -104,13 +94,3 @@ def exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
             fcntl.flock(lock, fcntl.LOCK_UN)
     finally:
         os.close(lock)
-
-
-@contextlib.contextmanager
-def reported_writing(path: Path, key: str, allowed: str) -> Iterator[None]:
-    """Turn an error of the system into one that says which file cannot be written, and which key to set."""
-    try:
-        yield
-    except OSError as error:
-        kind = DiskFull if error.errno == errno.ENOSPC else UserError
-        raise kind(key, f"cannot write {path.absolute()}: {error.strerror or error}", allowed) from error

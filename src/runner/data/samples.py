@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from runner.base.errors import UserError, first_line
-from runner.base.user_frames import own_frames
+from runner.base.errors import UserError, first_line, own_frames
 from runner.data.bad_samples import BadSample, ReplacementSampler, path_of
 from runner.data.sample_rng import preserved_rng, seed_generators
 from runner.data.sampler import sample_of

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
+
+from runner.base.errors import UserError
 
 _PATIENCE_S = 4.0
 
@@ -20,6 +24,12 @@ def share(**values: float) -> None:
     for name, value in values.items():
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
+
+
+def unknown(key: str, problem: str, word: str, choices: Sequence[str]) -> UserError:
+    """The error for a word that is not one of many choices, with those that are spelled most like it."""
+    close = difflib.get_close_matches(word.lower(), choices, n=3, cutoff=0.5)
+    return UserError(key, problem, f"such as {', '.join(close)}" if close else ", ".join(choices[:100]), *close[:1])
 
 
 def reachable(url: str) -> bool:

@@ -23,21 +23,20 @@ class Extractor:
 
     A name is that of a module, such as `stages.2`, whose output is returned; of a module that is called several times, the
     last one. The model is put into evaluation mode. The tensors are copies: a later operation that works in place does not
-    change them. `key` is the key of the config that has the names, for messages.
+    change them.
 
     Raises:
         UserError: if there is no name, or the model has no such module; while computing, if the output of one is not a
             tensor, or it did not run.
     """
 
-    def __init__(self, model: nn.Module, names: Sequence[str], key: str = "features") -> None:
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         model.eval()
         if not names:
-            raise UserError(key, "names no layer", _listed(model))
-        self._names, self._key = tuple(dict.fromkeys(names)), key
+            raise UserError("features", "names no layer", _listed(model))
+        self._names, self._tried = tuple(dict.fromkeys(names)), False
         self._found: dict[str, Tensor] = {}
-        self._run = listener(model, names, lambda name, tensor: self._found.update({name: tensor.clone()}), key)
-        self._tried = False
+        self._run = listener(model, names, lambda name, tensor: self._found.update({name: tensor.clone()}))
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
         """Features of images (B, C, H, W)."""
@@ -45,7 +44,7 @@ class Extractor:
         self._run(images)
         for name in self._names:
             if name not in self._found:
-                raise UserError(self._key, f"'{name}' does not run when the model is evaluated", "other layers")
+                raise UserError("features", f"'{name}' does not run when the model is evaluated", "other layers")
         return {name: self._found.pop(name) for name in self._names}
 
     def rows(self, images: Tensor) -> dict[str, Tensor]:
@@ -54,22 +53,16 @@ class Extractor:
         Raises:
             UserError: if the first axis of a feature is not the batch, as with windows, or tokens first.
         """
-        if not self._tried:
-            # The first batch is tried in another size too, since an axis may be as long as the batch by accident.
-            self._check(images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1))
-            self._tried = True
-        return self._check(images)
-
-    def _check(self, images: Tensor) -> dict[str, Tensor]:
-        found = self(images)
-        for name, tensor in found.items():
-            if tensor.ndim == 0 or len(tensor) != len(images):
-                count = f"{len(images)} image{'s' * (len(images) != 1)}"
-                raise UserError(
-                    self._key,
-                    f"'{name}' gives {tuple(tensor.shape)} for {count}, which is not one row per image",
-                    "layers whose outputs have the batch as their first axis",
-                )
+        # The first batch is tried in another size too, since an axis may be as long as the batch by accident.
+        others = [] if self._tried else [images[:1] if len(images) > 1 else images.repeat(2, 1, 1, 1)]
+        self._tried = True
+        for batch in (*others, images):
+            found = self(batch)
+            for name, tensor in found.items():
+                if tensor.ndim == 0 or len(tensor) != len(batch):
+                    count = f"{len(batch)} image{'s' * (len(batch) != 1)}"
+                    problem = f"'{name}' gives {tuple(tensor.shape)} for {count}, which is not one row per image"
+                    raise UserError("features", problem, "layers whose outputs have the batch as their first axis")
         return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from runner.base.errors import UserError
-from runner.models.checks import at_least_1, reachable
+from runner.models.checks import at_least_1, reachable, unknown
 
 # What `classifier` sets itself, and what would load files, or return lists instead of logits.
 _RESERVED = frozenset(
@@ -56,9 +55,7 @@ def classifier(
 
     offline = ""
     try:
-        with contextlib.ExitStack() as stack:
-            if pretrained and described.hf_hub_id:
-                offline = stack.enter_context(_cache_alone())
+        with _cache_alone() if pretrained and described.hf_hub_id else contextlib.nullcontext("") as offline:
             model: nn.Module = timm.create_model(
                 name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **given
             )
@@ -125,13 +122,8 @@ def _described(name: str) -> Any:
         raise UserError("model", "needs timm, which is not installed", "pip install 'runner[timm]'") from error
     plain, _, tag = name.partition(".")
     if not timm.is_model(plain) or ":" in name:  # a colon would name a folder, or a repository on the network
-        raise _unknown("model.name", f"there is no timm model '{name}'", plain, timm.list_models())
+        raise unknown("model.name", f"there is no timm model '{name}'", plain, timm.list_models())
     tags = [full.partition(".")[2] for full in timm.list_models(f"{plain}.*", pretrained=True)]
     if tag and tag not in tags:
-        raise _unknown("model.name", f"the timm model {plain} has no weights '{tag}'", tag, tags)
+        raise unknown("model.name", f"the timm model {plain} has no weights '{tag}'", tag, tags)
     return timm.get_pretrained_cfg(name)
-
-
-def _unknown(key: str, problem: str, word: str, choices: list[str]) -> UserError:
-    close = difflib.get_close_matches(word.lower(), choices, n=5, cutoff=0.5) or choices[:5]
-    return UserError(key, problem, f"one of timm.list_models(), such as {', '.join(close)}" if close else "no tag")

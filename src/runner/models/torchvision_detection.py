@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-from unittest import mock
 
 from torch import nn
 
-from runner.base.errors import UserError, nearest
-from runner.models.torchvision_zoo import fetched, weights_entry
+from runner.models.torchvision_zoo import fetched, require_model, weights_entry
 
 
 def detector(
@@ -40,19 +37,14 @@ def detector(
     from torchvision import models
 
     names = [each for each in models.list_models(module=models.detection) if "keypoint" not in each]
-    if name not in names:
-        raise UserError(
-            "model.name", f"no torchvision detection model '{name}'", ", ".join(names), nearest(name, names)
-        )
+    require_model(name, names, "detection")
     size = {"num_classes": num_classes, **options}
     backbone = max((each for each in models.list_models(module=models) if each in name), key=len)
     entry = weights_entry(name, weights) or weights_entry(backbone, weights_backbone, "model.weights_backbone")
-    with contextlib.nullcontext() if fetch_weights else _nothing_loaded():
-        read = entry if fetch_weights else None
-        if weights is None:
-            build = functools.partial(models.get_model, name, weights=None, weights_backbone=entry, **size)
-            return fetched(build, read, "model.weights_backbone")
-        trained = fetched(lambda: models.get_model(name, weights=entry, **options), read, "model.weights")
+    if weights is None:
+        build = functools.partial(models.get_model, name, weights=None, weights_backbone=entry, **size)
+        return fetched(build, entry, fetch_weights, "model.weights_backbone")
+    trained = fetched(lambda: models.get_model(name, weights=entry, **options), entry, fetch_weights, "model.weights")
     # Frozen layers and norms of the backbone depend on whether it is trained; the rest differs in its shapes alone
     with warnings.catch_warnings(action="ignore"):
         model: nn.Module = models.get_model(name, weights=None, weights_backbone=None, **size)
@@ -60,12 +52,3 @@ def detector(
     fitting = {key: value for key, value in trained.state_dict().items() if own[key].shape == value.shape}
     model.load_state_dict({**own, **fitting})
     return model
-
-
-@contextlib.contextmanager
-def _nothing_loaded() -> Iterator[None]:
-    """Build what torchvision builds for trained weights, without reading them: a checkpoint has them."""
-    from torchvision.models._api import WeightsEnum
-
-    with mock.patch.object(WeightsEnum, "get_state_dict", dict), mock.patch.object(nn.Module, "load_state_dict"):
-        yield

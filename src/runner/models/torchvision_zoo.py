@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from runner.base.errors import UserError
-from runner.models.checks import at_least_1, reachable
+from runner.models.checks import at_least_1, reachable, unknown
 from runner.models.heads import new_layers
-
-# Auxiliary heads would make the output a tuple in training; without init_weights torchvision warns.
-_PLAIN_OUTPUT: dict[str, dict[str, Any]] = {
-    "googlenet": {"aux_logits": False, "init_weights": True},
-    "inception_v3": {"aux_logits": False, "init_weights": True},
-}
 
 
 def classifier(
@@ -52,21 +46,22 @@ def classifier(
     from torchvision import models
 
     at_least_1(num_classes=num_classes, in_channels=in_channels)
-    names = models.list_models(module=models)
-    if name not in names:
-        raise _unknown("model.name", f"no torchvision classification model '{name}'", name, names)
+    require_model(name, models.list_models(module=models), "classification")
     entry = weights_entry(name, weights)
-    options = dict(_PLAIN_OUTPUT.get(name, {}))
+    with_aux_heads = name in ("googlenet", "inception_v3")  # which would make the output a tuple in training
     if entry is None:
-        options["num_classes"] = num_classes
+        # Without init_weights torchvision warns
+        options: dict[str, Any] = {"aux_logits": False, "init_weights": True} if with_aux_heads else {}
         if name.startswith("vit_") and image_size is not None and image_size[0] == image_size[1]:
             options["image_size"] = image_size[0]
         try:
-            model: nn.Module = models.get_model(name, weights=None, **options)
+            model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes, **options)
         except AssertionError as error:
             raise _wrong_size(name, image_size, error) from error
     else:
-        model = _with_weights(name, entry) if fetch_weights else _shaped_like(name, entry, options)
+        model = fetched(lambda: models.get_model(name, weights=entry), entry, fetch_weights, "model.weights")
+        if name == "inception_v3":  # only the builder of googlenet removes the auxiliary head of the weights itself
+            model.aux_logits, model.AuxLogits = False, None  # type: ignore[assignment]
         # Squeezenet classifies with a 1x1 convolution
         path, old = [each for each in model.named_modules() if isinstance(each[1], nn.Linear | nn.Conv2d)][-1]
         if len(old.weight) != num_classes:
@@ -101,13 +96,12 @@ def segmenter(
     from torchvision import models
 
     at_least_1(num_classes=num_classes, in_channels=in_channels)
-    if name not in (names := models.list_models(module=models.segmentation)):
-        raise _unknown("model.name", f"no torchvision segmentation model '{name}'", name, names)
+    require_model(name, models.list_models(module=models.segmentation), "segmentation")
     key, backbone = "model.weights_backbone", name.partition("_")[2]
-    entry = weights_entry(backbone, weights_backbone, key) if fetch_weights else None
+    entry = weights_entry(backbone, weights_backbone, key)
     options: dict[str, Any] = {"weights_backbone": entry, "num_classes": num_classes, "aux_loss": aux_loss}
     try:
-        model = fetched(lambda: models.get_model(name, weights=None, **options), entry, key)
+        model = fetched(lambda: models.get_model(name, weights=None, **options), entry, fetch_weights, key)
     except NotImplementedError as error:
         raise UserError("model.aux_loss", f"{name} has no auxiliary output", "false") from error
     if in_channels != 3:
@@ -143,10 +137,10 @@ def preferred_data(name: str, weights: str | None = None, **others: Any) -> dict
 classifier.preferred_data = preferred_data  # type: ignore[attr-defined]
 
 
-def _unknown(key: str, problem: str, word: str, choices: list[str]) -> UserError:
-    close = difflib.get_close_matches(word.lower(), choices, n=3, cutoff=0.5)
-    others = f", {', '.join(close[1:])}" if close[1:] else ""
-    return UserError(key, problem, f"such as {close[0]}{others}" if close else ", ".join(choices), *close[:1])
+def require_model(name: str, names: Sequence[str], kind: str) -> None:
+    """Raise a `UserError` if torchvision has no model of a name among `names`, which are of a kind."""
+    if name not in names:
+        raise unknown("model.name", f"no torchvision {kind} model '{name}'", name, names)
 
 
 def weights_entry(name: str, weights: str | None, key: str = "model.weights") -> Any:
@@ -159,14 +153,22 @@ def weights_entry(name: str, weights: str | None, key: str = "model.weights") ->
     wanted = weights.rpartition(".")[2].lower()
     if wanted not in members:
         choices = [*(spelled.upper() for spelled in members), "null"]
-        raise _unknown(key, f"{name} has no weights '{weights}'", wanted.upper(), choices)
+        raise unknown(key, f"{name} has no weights '{weights}'", wanted.upper(), choices)
     return members[wanted]
 
 
-def fetched(build: Callable[[], nn.Module], entry: Any, key: str) -> nn.Module:
-    """The model that `build` gives, which loads the weights of `entry`, if any; `key` is theirs in the config."""
+def fetched(build: Callable[[], nn.Module], entry: Any, fetch_weights: bool, key: str) -> nn.Module:
+    """The model that `build` gives, which loads the weights of `entry`, if any; `key` is theirs in the config.
+
+    Without `fetch_weights`, it is what torchvision builds for these weights, but without them.
+    """
     if entry is None:
         return build()
+    if not fetch_weights:
+        from torchvision.models._api import WeightsEnum
+
+        with mock.patch.object(WeightsEnum, "get_state_dict", dict), mock.patch.object(nn.Module, "load_state_dict"):
+            return build()
     file = Path(torch.hub.get_dir()) / "checkpoints" / Path(entry.url).name
     try:
         if not file.is_file() and not reachable(entry.url):
@@ -177,49 +179,23 @@ def fetched(build: Callable[[], nn.Module], entry: Any, key: str) -> nn.Module:
         raise UserError(key, problem, f"null, or download {entry.url} to {file} yourself") from error
 
 
-def _with_weights(name: str, entry: Any) -> nn.Module:
-    from torchvision import models
-
-    model = fetched(lambda: models.get_model(name, weights=entry), entry, "model.weights")
-    if name == "inception_v3":  # only the builder of googlenet removes the auxiliary head of the weights itself
-        model.aux_logits, model.AuxLogits = False, None  # type: ignore[assignment]
-    return model
-
-
-def _shaped_like(name: str, entry: Any, options: dict[str, Any]) -> nn.Module:
-    """The model of trained weights, with random ones; its builder takes some arguments from the weights' metadata."""
-    from torchvision import models
-
-    described = {"num_classes": len(entry.meta["categories"])}
-    if name.startswith("vit_"):
-        described["image_size"] = entry.meta["min_size"][0]
-    model: nn.Module = models.get_model(name, weights=None, **options, **described)
-    if hasattr(model, "transform_input"):
-        model.transform_input = True  # type: ignore[assignment]
-    return model
-
-
 def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
-    """Replace the model's first convolution by one with `in_channels` input channels."""
+    """Replace the model's first convolution by one with `in_channels` input channels, whose outputs have the same scale."""
     path, stem = next((path, module) for path, module in model.named_modules() if isinstance(module, nn.Conv2d))
     same: dict[str, Any] = {name: getattr(stem, name) for name in ("kernel_size", "stride", "padding")}
-    fresh = nn.Conv2d(in_channels, stem.out_channels, **same, bias=stem.bias is not None)
+    fresh, colour = nn.Conv2d(in_channels, stem.out_channels, **same, bias=stem.bias is not None), stem.weight
     with torch.no_grad():
-        fresh.weight.copy_(_stem_kernels(stem.weight, in_channels, pretrained))
+        if pretrained:
+            fresh.weight.copy_(colour.sum(dim=1, keepdim=True) / in_channels)
+        else:
+            fresh.weight.copy_(
+                torch.randn(fresh.weight.shape) * (colour.std() * (colour.shape[1] / in_channels) ** 0.5)
+            )
         if stem.bias is not None and fresh.bias is not None:
             fresh.bias.copy_(stem.bias)
     model.set_submodule(path, fresh)
     if getattr(model, "transform_input", False):  # googlenet and inception_v3 renormalise three colours
         model.transform_input = False  # type: ignore[assignment]
-
-
-def _stem_kernels(colour: Tensor, in_channels: int, pretrained: bool) -> Tensor:
-    """Kernels (out, in_channels, k, k) from kernels (out, 3, k, k) that keep the scale of the outputs."""
-    if pretrained:
-        return colour.sum(dim=1, keepdim=True).repeat(1, in_channels, 1, 1) / in_channels
-    shape = (colour.shape[0], in_channels, *colour.shape[2:])
-    scale: Tensor = colour.std() * (colour.shape[1] / in_channels) ** 0.5
-    return torch.randn(shape) * scale
 
 
 def _try_size(model: nn.Module, name: str, in_channels: int, image_size: tuple[int, int]) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.base.errors import UserError, first_line
-from runner.base.user_frames import own_frames
+from runner.base.errors import UserError, first_line, own_frames
 from runner.checkpoint import resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.find import LoadedCheckpoint

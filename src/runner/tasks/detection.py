@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from runner.engine.metrics import Additive
 from runner.engine.protocols import Metric
+from runner.tasks.task import Derived
 
 _OF_OBJECTS = ("boxes", "labels", "masks")  # what models of torchvision are trained on
 _SHOWN = 0.5  # least score of a box in a picture
@@ -98,13 +100,13 @@ class Detection:
     def metrics(self, device: torch.device) -> dict[str, Metric]:
         """The first of them keeps what is found, for all."""
         found = Found(self.num_classes, self._kinds)
-        scores = [Score(found, kind, score) for kind in self._kinds for score in _SCORES]
+        scores = [Derived(partial(found.score, kind, score)) for kind in self._kinds for score in _SCORES]
         return dict(zip(self.metric_names(), [found, *scores[1:]], strict=True))
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """The same for each class, NaN for one without objects."""
         found = Found(self.num_classes, self._kinds)
-        scores = [Score(found, kind, score, each=True) for kind in self._kinds for score in _SCORES]
+        scores = [Derived(partial(found.score, kind, score, each=True)) for kind in self._kinds for score in _SCORES]
         named = zip(self.metric_names(), scores, strict=True)
         return {"found": found, **{f"label_{name}": each for name, each in named}}
 
@@ -170,22 +172,11 @@ class Found(Additive):
             self._precision[kind] = values.where(values >= 0, torch.nan)
         return self._precision[kind]
 
+    def score(self, kind: str, score: str, each: bool = False) -> Tensor:
+        """The mean over the recalls and the chosen IoU, float64 (), or (C,) with `each`."""
+        values = self.precision(kind)[_SCORES[score]].reshape(-1, self.classes)
+        return values.nanmean(0) if each else values.nanmean()
+
     def compute(self) -> Tensor:
         """Float64 ()."""
-        return self.precision("bbox").nanmean()
-
-
-class Score(Additive):
-    """A score of what another metric keeps, float64 (), or (C,) with `each`."""
-
-    def __init__(self, found: Found, kind: str, score: str, each: bool = False) -> None:
-        self._found, self._kind, self._score, self._each = found, kind, score, each
-        super().__init__({})
-
-    def update(self, outputs: Any, targets: Any) -> None:
-        """Nothing: the other metric keeps all."""
-
-    def compute(self) -> Tensor:
-        """The mean over the recalls and the chosen IoU."""
-        values = self._found.precision(self._kind)[_SCORES[self._score]].reshape(-1, self._found.classes)
-        return values.nanmean(0) if self._each else values.nanmean()
+        return self.score("bbox", "map")

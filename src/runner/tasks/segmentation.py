@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.data import default_collate
 
 from runner.engine.metrics import PixelCounts
 from runner.engine.protocols import Metric
+from runner.tasks.task import Derived
 
 
 class Segmentation:
@@ -122,33 +124,22 @@ class Segmentation:
     def metrics(self, device: torch.device) -> dict[str, Metric]:
         """Both over all pixels of the split that count, from one confusion matrix."""
         miou = self._counts(device, "miou")
-        return {"miou": miou, "pixel_accuracy": self._counts(device, "accuracy", miou)}
+        return {"miou": miou, "pixel_accuracy": Derived(partial(_value, self._counts(device, "accuracy"), miou))}
 
     def tables(self, device: torch.device) -> dict[str, Metric]:
         """IoU and accuracy of each class, and the confusion matrix, in pixels."""
         confusion = self._counts(device, "matrix")
-        others = {"label_iou": "iou", "per_class": "recall"}
-        return {"confusion": confusion} | {name: self._counts(device, others[name], confusion) for name in others}
+        iou, recall = (partial(_value, self._counts(device, score), confusion) for score in ("iou", "recall"))
+        return {"confusion": confusion, "label_iou": Derived(iou), "per_class": Derived(recall)}
 
-    def _counts(self, device: torch.device, score: Any, counted: Any = None) -> Any:
-        made = (self.num_classes, self.ignore_index, device, score)
-        return PixelCounts(*made) if counted is None else SharedPixelCounts(counted, *made)
+    def _counts(self, device: torch.device, score: Any) -> PixelCounts:
+        return PixelCounts(self.num_classes, self.ignore_index, device, score)
 
 
-class SharedPixelCounts(PixelCounts):
-    """Another score of the pixels that `counted` counts."""
-
-    def __init__(self, counted: PixelCounts, *of: Any) -> None:
-        super().__init__(*of)
-        self._counted, self.states = counted, {}
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Nothing: the other metric counts."""
-
-    def compute(self) -> Tensor:
-        """As that of `PixelCounts`."""
-        self.matrix = self._counted.matrix
-        return super().compute()
+def _value(score: PixelCounts, counted: PixelCounts) -> Tensor:
+    """A score of the pixels that another metric counted."""
+    score.matrix = counted.matrix
+    return score.compute()
 
 
 def _main(outputs: Any) -> Tensor:

@@ -6,12 +6,13 @@ of the methods of `Task` is as `Task` has it. Select a custom one with `task._ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from runner.engine.metrics import Additive
 from runner.engine.protocols import Metric
 
 _SHOWN = 8  # numbers of a target in a message
@@ -82,6 +83,17 @@ STEPS = {
 
 SHOWS = {"predict_step": ("modules", "batch"), "draw": ("sample", "outputs")}
 """Those that it may have to show what the model makes of samples."""
+
+
+class Derived(Additive):
+    """A value of what another metric keeps; `compute` gives it."""
+
+    def __init__(self, compute: Callable[[], Tensor]) -> None:
+        self.compute = compute
+        super().__init__({})
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Nothing: the other metric keeps all."""
 
 
 def converting(metric: Any, task: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from runner.base.cores import cores
 from runner.base.errors import DataFailed, UserError
-from runner.base.files import write_atomically, write_json
+from runner.base.files import write_atomically, write_json, writing
 from runner.base.reading import is_url, read_json
 from runner.config.composition import Composition
 from runner.config.schema.sections import Data, Split
@@ -26,7 +26,7 @@ from runner.config.validate import shown
 from runner.data.cache import recipe_of
 from runner.data.module import read_datasets
 from runner.data.packing import Packer
-from runner.data.preparation import exclusive, reported_writing
+from runner.data.preparation import exclusive
 from runner.data.samples import as_tensor
 from runner.data.sources.folders import ImageList
 from runner.data.sources.masks import MaskFolder
@@ -59,7 +59,7 @@ def run(composition: Composition) -> float:
         problem = "are more than an image and its class number, and not those of the data sets of masks and boxes"
         allowed = "such as data=image_folder, segmentation_folder, coco or yolo"
         raise UserError("data", f"the samples {problem}", allowed)
-    with reported_writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
+    with writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
         manifest = _begin(packer, clean=locked)
         try:
             skipped = _write(packer, report)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import PREEMPTED, UserError
+from runner.base.files import writing
 from runner.data.bad_samples import one_line
-from runner.data.preparation import exclusive, noticing_signals, reported_writing
+from runner.data.preparation import exclusive, noticing_signals
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.places import Place
 
@@ -209,8 +210,8 @@ def _read(
         if fetch is None:
             raise
         unread = error.problems[0].message
-    before, writing = socket.getdefaulttimeout(), reported_writing(folder, "data.root", "a writable folder with space")
-    with noticing_signals(stop) as stopped, writing, exclusive(folder / name, stopped):
+    before, reported = socket.getdefaulttimeout(), writing(folder, "data.root", "a writable folder with space")
+    with noticing_signals(stop) as stopped, reported, exclusive(folder / name, stopped):
         socket.setdefaulttimeout(_SILENCE_S)
         try:
             fetch()  # only what another process has not downloaded in the meantime
