@@ -14,18 +14,19 @@ from runner.config.targets import called, preferred_data
 from runner.distributed.world import world
 from runner.run.optimizer import table_of_groups
 from runner.run.run import Run
-from runner.run.run_record import RunRecord
+from runner.run.run_directory import RunDirectory
 from runner.runtime.memory import reset_peak_memory
+from runner.tracking import progress_file
 from runner.tracking.formats import amount
 
 Row = tuple[str, str, str]  # label, value and reason
 
 
-def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) -> None:
+def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[str]) -> None:
     """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming."""
-    config, console, initial = run.config, record.console, run.initial
-    found, differences = record.setup.found, record.setup.differences
-    title = f"{config.name}  seed {config.seed}  {record.directory.path}"
+    config, console, initial = run.config, directory.console, run.initial
+    found, differences = directory.found, directory.differences
+    title = f"{config.name}  seed {config.seed}  {directory.path}"
     console.header(title, [*describe(config, run), *more])
     if groups := table_of_groups(run.state.optimizer):
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
@@ -33,7 +34,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         console.warn(warning)
     # The summary stores where the weights came from, so that the source outlives the log
     if loaded := initial.record():
-        record.summary["init_from"] = loaded
+        directory.summary["init_from"] = loaded
     if initial.misfits:
         columns = ["tensor", "what", "in the file", "in the model"]
         console.table("skipped tensors of init_from", columns, initial.table())
@@ -45,21 +46,21 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
 
 
-def start_progress(run: Run, record: RunRecord) -> None:
+def start_progress(run: Run, directory: RunDirectory) -> None:
     """Start the clocks of training and the display of its progress."""
     state = run.state
     # A finished run that is resumed does no harm, but is rarely what was meant
     if (step := state.position.global_step) >= run.total_steps:
-        record.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
-    record.note_startup()
-    record.console.start(
+        directory.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
+    directory.note_startup()
+    directory.console.start(
         run.total_steps,
         run.config.epochs or 0,
         step,
         monitor=run.monitor.metric,
         best=lambda: (state.best.value, state.best.global_step) if state.best else None,
         device=str(run.device),
-        file=record.directory.progress_file,
+        file=directory.path / progress_file.NAME,
     )
     # Building took memory too, and the peak to report is that of training
     reset_peak_memory(run.device)

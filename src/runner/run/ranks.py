@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from runner.base.errors import ConfigError, Problem, UserError
 from runner.checkpoint import file, find
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
-from runner.config.composition import Composition
 from runner.config.rules import needing_one_process
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
@@ -31,8 +28,7 @@ from runner.instrument.no_trace import evaluating
 from runner.run.hardware import Hardware
 from runner.run.model import Modules
 from runner.run.run import Run
-from runner.run.run_record import RunRecord
-from runner.run.setup import Setup
+from runner.run.run_directory import Job, RunDirectory
 from runner.runtime.blocks import Block, named_blocks, repeated_blocks
 from runner.tasks.task import Task
 
@@ -41,20 +37,12 @@ _COMPARED = (1, 10, 100, 1000)  # steps after which buffers are compared
 _WEIGHTS = "different initial weights"
 
 
-def job_of(composition: Composition, setup: Setup, directory: Path) -> tuple[Composition, Setup, Path, Path | None]:
-    """What every rank of a run gets, pickled: nothing is composed or looked for again."""
-    checkpoint = setup.found.path if setup.found else None
-    return composition, dataclasses.replace(setup, found=None, again=None), directory, checkpoint
-
-
-def setup_of_rank(setup: Setup, directory: Path, checkpoint: Path | None) -> Setup:
-    """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
-    found = None
-    if restarted() and find.named(directory / "checkpoints", "last"):
-        found = find.load(str(directory), directory.parent, prefer="last", later=True)
-    elif checkpoint is not None:
-        found = find.LoadedCheckpoint(checkpoint, file.read(checkpoint, later=True), [])
-    return dataclasses.replace(setup, found=found)
+def checkpoint_of_rank(job: Job) -> find.LoadedCheckpoint | None:
+    """The checkpoint that a rank resumes from, which it reads itself: after a restart the newest one of the run."""
+    if restarted() and find.named(job.path / "checkpoints", "last"):
+        return find.load(str(job.path), job.path.parent, prefer="last", later=True)
+    path = job.checkpoint
+    return find.LoadedCheckpoint(path, file.read(path, later=True), []) if path else None
 
 
 def count_ranks(config: Train) -> int:
@@ -234,8 +222,8 @@ def shard_model(
 class RankBuffers:
     """A callback that warns once of buffers that differ between ranks, but for running statistics of normalisation layers."""
 
-    def __init__(self, run: Run, record: RunRecord) -> None:
-        self._roots, self._warn, self._steps = (run.model, run.loss), record.console.warn, 0
+    def __init__(self, run: Run, directory: RunDirectory) -> None:
+        self._roots, self._warn, self._steps = (run.model, run.loss), directory.console.warn, 0
 
     def on_step(self, loop: Any) -> None:
         """Compare them."""
