@@ -29,16 +29,13 @@ from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator
-from runner.run.finetune import freeze
-from runner.run.hardware import choose_hardware
-from runner.run.init_from import InitialWeights, set_initial_weights
-from runner.run.length import plan_length
+from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, probe, unsaved
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
-from runner.run.run import Run, hardware_metrics_of, validate_limits
+from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_parts, build_step, slow_guard

@@ -18,7 +18,7 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.models.heads import Head
-from runner.run.init_from import InitialWeights, start_from
+from runner.run.finetune import InitialWeights, start_from
 
 
 class Net(nn.Module):

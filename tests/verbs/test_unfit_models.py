@@ -84,13 +84,13 @@ REFUSED = {
     "detached outputs": (("+model.kind=detached",), "model: its result has no gradient"),
     "detached loss": (("+loss.kind=detached",), "loss: its result has no gradient"),
     "sample dropped": (("+model.kind=dropping",), "model: gives (1, 10) in training for a batch of 2"),
-    "loss of each sample": (("+loss.kind=samples",), "loss: gives a tensor of shape (1,), for 1 sample"),
-    "loss of each sample, squeezed": (("+loss.kind=squeezed",), "loss: gives a tensor of shape (2,), for 2 samples"),
+    "loss of each sample": (("+loss.kind=samples",), "loss: gives a tensor of shape (1,) as the loss"),
+    "loss of each sample, squeezed": (("+loss.kind=squeezed",), "loss: gives a tensor of shape (2,) as the loss"),
     "no derivative": (("+model.kind=no derivative",), "model: its gradients cannot be computed: "),
-    "loss with one element": (("+loss.kind=one element",), "loss: gives a tensor of shape (1,), for 1 sample"),
+    "loss with one element": (("+loss.kind=one element",), "loss: gives a tensor of shape (1,) as the loss"),
     "loss as a function": (("loss._target_=unfit_parts.mean_loss", "+loss._partial_=true"), "loss: is a partial"),
-    "no loss": (("+loss.kind=none",), "loss: gives None, not a tensor"),
-    "loss as a float": (("+loss.kind=float",), "loss: gives a float, not a tensor"),
+    "no loss": (("+loss.kind=none",), "loss: gives a NoneType as the loss"),
+    "loss as a float": (("+loss.kind=float",), "loss: gives a float as the loss"),
 }
 
 

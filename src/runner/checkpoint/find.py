@@ -78,10 +78,8 @@ def load(
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     """The run directory of the newest run that has a checkpoint: the one that was started last, see `start_time`.
 
-    Runs for debugging and trials of searches, whose summary has `not_last`, do not count.
-
-    Raises:
-        UserError: if no run in `runs` has one.
+    Runs for debugging and trials of searches, whose summary has `not_last`, do not count. Raises `UserError` if no run in
+    `runs` has one.
     """
     patterns = (f"{runs_of}/checkpoints/last{SUFFIX}" for runs_of in ("*", "sweeps/*/*"))
     found = [path for pattern in patterns for path in runs.glob(pattern) if path.is_file()]

@@ -44,10 +44,8 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
 def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:
     """Weights of a checkpoint as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
 
-    `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete.
-
-    Raises:
-        UserError: if the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
+    `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete. Raises `UserError` if
+    the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
     """
     # Checkpoints of runs without an average have none of these
     averaged = contents["averaged"] or {"kind": "", "weights": None, "calibrated": True}

@@ -1,25 +1,34 @@
-"""What is shown of a run before it starts."""
+"""What is shown of a run before it starts, and a dry run, which shows it and tries one step."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.config.changes import changes_result
+from runner.config.frozen import with_changes
 from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
-from runner.distributed.world import world
+from runner.distributed.world import rows, world
+from runner.run.batch_size import explaining_memory
+from runner.run.finetune import explaining
 from runner.run.optimizer import table_of_groups
-from runner.run.run import Run
+from runner.run.ranks import count_ranks
+from runner.run.run import Run, validate_limits
 from runner.run.run_directory import RunDirectory
-from runner.runtime.memory import reset_peak_memory
+from runner.runtime.memory import peak_memory, readable, reset_peak_memory
 from runner.tracking import progress_file
+from runner.tracking.console import Console
 from runner.tracking.formats import amount
 
 Row = tuple[str, str, str]  # label, value and reason
+
+_ALONE = {"devices": 1, "strategy": "auto", "sync_batchnorm": False}  # how one process tries the step of a rank
 
 
 def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[str]) -> None:
@@ -44,6 +53,32 @@ def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[
     if found is not None and differences:
         rows = [[*change, "yes" if changes_result(change[0]) else "no"] for change in differences]
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
+
+
+def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> None:
+    """Print what is built from `config`, and the peak memory of an optimizer step with the samples of one rank.
+
+    Raises `UserError` if the config cannot be run; nothing is written.
+    """
+    ranks = count_ranks(config)
+    run = build(with_changes(config, _ALONE) if ranks > 1 else config)
+    with contextlib.closing(run.data):
+        console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))
+        for warning in (*run.warnings, *validate_limits(run)):
+            console.warn(warning)
+        # The first rank has the most samples, and training everything takes the most memory
+        samples, last = rows(run.plan.size(0), 0, ranks).stop, config.accumulate - 1
+        of_rank = f", of one of {ranks} ranks" * (ranks > 1)
+        problem = f"a step with batches of {samples}{of_rank} fails: "
+        failed = explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices")
+        short = explaining_memory("data.batch_size", samples, "a smaller data.batch_size with a larger accumulate")
+        reset_peak_memory(run.device)
+        with run.state.freezing.as_at(None), failed, short:
+            batch = run.data.example_batch(samples)
+            for number in range(last + 1):
+                run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)
+    peak = peak_memory(run.device)
+    console.line(f"a step with batches of {samples}{of_rank}: {readable(peak.bytes)} ({peak.what})")
 
 
 def start_progress(run: Run, directory: RunDirectory) -> None:

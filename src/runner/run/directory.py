@@ -37,10 +37,8 @@ def timestamp() -> str:
 def claim(parent: Path, stamp: str, kind: str = "") -> Path:
     """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken; `kind` ends the name.
 
-    Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one.
-
-    Raises:
-        UserError: the directory cannot be created.
+    Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one. Raises
+    `UserError` if it cannot be created.
     """
     try:
         make_folder(parent)

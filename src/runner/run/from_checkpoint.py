@@ -28,8 +28,8 @@ from runner.engine.state import load_task, load_weights
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
 from runner.run.finetune import explaining
-from runner.run.hardware import choose_hardware
 from runner.run.model import DataFacts, KnownData, build_model, build_modules, build_task, num_classes_of, prepared
+from runner.run.run import choose_hardware
 from runner.runtime.precision import Precision
 from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
@@ -154,10 +154,8 @@ def resolve_checkpoint(
     """Find the checkpoint that `ckpt_path` names, of a run directory the best one, and apply the command line to its config.
 
     Keys of the verb's schema that `train` does not have come from the command line alone. The components in sections other
-    than `builds` are not imported: a model is used where the packages that trained it are not installed.
-
-    Raises:
-        UserError: with everything that is wrong.
+    than `builds` are not imported: a model is used where the packages that trained it are not installed. Raises `UserError`
+    with everything that is wrong.
     """
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
@@ -192,11 +190,8 @@ def load_weights_of(
     found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any], what: str = "model"
 ) -> None:
     """Load weights of a checkpoint into a model, or a loss; raises `UserError` if they do not fit."""
-    try:
+    with explaining(str(found.path), "", f"no {what}=... and no {what}.* here: a checkpoint brings its {what}"):
         load_weights(model, weights, what)
-    except ValueError as error:
-        allowed = f"no {what}=... and no {what}.* here: a checkpoint brings its {what}"
-        raise UserError(str(found.path), str(error), allowed) from None
 
 
 def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
@@ -207,14 +202,13 @@ def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
 
 def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
     """Raise a `UserError` for data whose classes, or their order, are not those that a model was trained on."""
-    names = ", ".join(trained[:20])
-    if len(trained) != len(given):
-        problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
-        raise UserError("data", problem, f"data with the classes {names}")
-    # Sorted names agree for the same classes in another order: accuracy would look like chance
-    if list(trained) != list(given) and sorted(trained) == sorted(given):
+    problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
+    if len(trained) == len(given):
+        # Sorted names agree for the same classes in another order: accuracy would look like chance
+        if list(trained) == list(given) or sorted(trained) != sorted(given):
+            return
         problem = "has the checkpoint's classes in another order, so class numbers mean something else"
-        raise UserError("data", problem, f"the order {names}")
+    raise UserError("data", problem, f"data with the classes {', '.join(trained[:20])}")
 
 
 def split_of(data: DataModule, name: str, key: str = "split") -> SplitData:

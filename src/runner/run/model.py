@@ -24,7 +24,7 @@ from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 from runner.optim.losses import CrossEntropy, Focal
-from runner.run.finetune import explaining, give_head
+from runner.run.finetune import Modules, explaining, give_head
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
@@ -95,15 +95,10 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
     return task
 
 
-class Modules(nn.ModuleDict):
-    """A model and the modules that a task adds, which are trained together."""
-
-
 def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     """What is trained besides the loss: the model, or a container of it and the modules that the task adds.
 
-    Raises:
-        UserError: if the task adds anything but modules.
+    Raises `UserError` if the task adds anything but modules.
     """
     if not callable(getattr(task, "modules", None)):
         return model
@@ -144,12 +139,8 @@ def build_model(
 ) -> nn.Module:
     """Build the model; of the data only their description has to be there.
 
-    Args:
-        config: the config.
-        task: gives the number of outputs.
-        data: a description of the data.
-        image: gives an image as the model takes it, (1, C, H, W) on the CPU.
-        fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
+    `image` gives an image as the model takes it, (1, C, H, W) on the CPU. Without `fetch_weights`, no trained weights are
+    downloaded, for a model that gets its weights from a checkpoint.
     """
     outputs, target = task.outputs(data.classes), str(config.model["_target_"])
     facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1

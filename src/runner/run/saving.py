@@ -34,8 +34,8 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
 from runner.instrument.no_trace import evaluating
+from runner.run.evaluation import Predictions
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.outputs import Predictions
 from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
 from runner.tracking.environment import versions
@@ -115,8 +115,7 @@ class Saving:
     def resume(self, found: LoadedCheckpoint) -> list[str]:
         """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.
 
-        Raises:
-            UserError: if it was trained on other data, or is of another model or optimizer.
+        Raises `UserError` if it was trained on other data, or is of another model or optimizer.
         """
         data, ignore = self._run.data, self._run.config.data.identity == "ignore"
         # Other data would make the position in the epoch and the metrics meaningless, so they are compared first
@@ -131,7 +130,7 @@ class Saving:
             warnings.append(f"the best evaluation was by {best.metric} ({best.mode}); from now on {now}")
             state.best = None
         # The file of the best weights belongs to the state: without it, the value would have no weights
-        elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
+        elif best is not None and not world().decide(lambda: self.manager.carry_best(path, best.global_step)):
             warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
             state.best = None
         if directory.continued:

@@ -21,8 +21,8 @@ from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, Supervised, train_step
 from runner.engine.window import WindowStep, needs_window
 from runner.optim.kernels import plain_step
-from runner.run.hardware import Hardware
 from runner.run.model import modules_of, optimizers_of
+from runner.run.run import Hardware
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import STEPS, Task
 
@@ -103,10 +103,15 @@ def _loss_and_terms(given: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
         if value.ndim or name in _RESERVED:
             problem = f"its {step} gives '{name}' of shape {tuple(value.shape)}"
             raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
-    if not isinstance(loss, Tensor) or loss.ndim > 0:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UserError("task", f"its {step} gives {got} as the loss", "a tensor of shape (), the mean of the batch")
-    return loss, terms
+    return scalar("task", f"its {step} gives", loss), terms
+
+
+def scalar(key: str, gives: str, loss: Any) -> Tensor:
+    """The loss of a batch, which must be a tensor without dimensions; `key` and `gives` say what gave it."""
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise UserError(key, f"{gives} {got} as the loss", "a tensor of shape (), the mean of the batch")
 
 
 def _has(task: Any, name: str) -> bool:
@@ -178,8 +183,7 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
 def build_step(config: Train, state: TrainState) -> StepFunction:
     """What trains on a batch: `train_step`, or a step that needs whole windows.
 
-    Raises:
-        UserError: if the optimizer needs whole windows, and a setting cannot be combined with that.
+    Raises `UserError` if the optimizer needs whole windows, and a setting cannot be combined with that.
     """
     if not needs_window(state.optimizer):
         return train_step

@@ -17,7 +17,7 @@ from runner.checkpoint import find
 from runner.config.composition import Composition
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
-from runner.run.dry_run import dry_run
+from runner.run.describe import dry_run
 from runner.run.ranks import check_one_process, checkpoint_of_rank, count_ranks, device_of_rank
 from runner.run.run_directory import Job, RunDirectory
 from runner.run.setup import decide, why_occupied
