@@ -190,7 +190,7 @@ BUDGET = {
     "launch": 1_013,
     "models": 1_354,
     "optim": 1_214,
-    "run": 3_851,
+    "run": 3_854,
     "runtime": 1_364,
     "sweeps": 1_934,
     "tasks": 776,

@@ -15,6 +15,8 @@ from lock_holder import held_elsewhere
 from runner.base.errors import UserError
 from runner.base.reading import read_overrides, read_summary
 from runner.config.composition import Composition
+from runner.config.load import resolve_config
+from runner.config.schema import Train
 from runner.config.sources import Sources
 from runner.run.directory import Occupied, claim, hold, works
 from runner.run.run_directory import RunDirectory
@@ -130,27 +132,25 @@ def begin_run(runs, name, started=None, words=WORDS, status="preempted"):
     return run.path
 
 
-@pytest.mark.parametrize("text", ["- 2024-99-99", "[" * 50_000, "- " + "x" * 2**21, "\0"], ids=range(4))
-def test_a_neighbour_with_odd_overrides_does_not_stop_the_search(text, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("overrides.yaml", text) for text in ("- 2024-99-99", "[" * 50_000, "- " + "x" * 2**21, "\0")),
+        *((name, None) for name in ("overrides.yaml", "summary.json", "run.log", ".lock", "checkpoints")),
+    ],
+    ids=range(9),
+)
+def test_a_neighbour_with_odd_overrides_or_a_named_pipe_does_not_stop_the_search(name, text, tmp_path):
     good, bad = begin_run(tmp_path, "2026-01-01_00-00-00"), begin_run(tmp_path, "2026-09-09_00-00-00")
-    (bad / "overrides.yaml").write_text(text)
+    if text is None:
+        (bad / name).rmdir() if (bad / name).is_dir() else (bad / name).unlink(missing_ok=True)
+        os.mkfifo(bad / name)
+    else:
+        (bad / name).write_text(text)
     found, warnings = unfinished(tmp_path, same)
     assert found == good
-    assert all(bad.name in warning for warning in warnings)
-
-
-@pytest.mark.parametrize("name", ["overrides.yaml", "summary.json", "run.log", ".lock", "checkpoints"])
-def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path):
-    good = begin_run(tmp_path, "2026-01-01_00-00-00")
-    bad = begin_run(tmp_path, "2026-09-09_00-00-00")
-    if (bad / name).is_dir():
-        (bad / name).rmdir()
-    (bad / name).unlink(missing_ok=True)
-    os.mkfifo(bad / name)
-    found, [warning] = unfinished(tmp_path, same)
-    assert found == good
-    assert str(bad) in warning
-    assert name in warning
+    assert len(warnings) == (text != "- 2024-99-99")
+    assert all(str(bad) in warning and (text or name in warning) for warning in warnings)
 
 
 def test_the_newest_run_is_the_one_that_started_last_whatever_its_name_says(tmp_path):
@@ -168,21 +168,16 @@ def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
     assert unfinished(tmp_path, same)[0].name == "2026-09-09_10-00-00_1"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs(run, accepted):
-    words = (
-        "data=synthetic", "data.dataset.samples=16", "data.image_size=8", "data.batch_size=8", "model=mlp", "max_steps=1",
-        "threads=1", "log.progress=false", "log.curves=false", "logger=csv", "evaluate.test=false", "resume=auto",
-    )  # fmt: skip
-    first = accepted("train", *words)
-    for path in (first.directory / "checkpoints").iterdir():
-        path.unlink()
-    (first.directory / "summary.json").write_text(json.dumps(first.summary | {"status": "running"}))
-    (first.directory / "run.log").write_text("of the killed run\n")
-    second = run("train", *words)
-    assert (second.status, second.directory) == (0, first.directory), second.err
-    log = (second.directory / "run.log").read_text()
-    assert "step 1/1" in log
-    assert "of the killed run" not in log
+def test_a_run_that_starts_again_begins_with_empty_logs(tmp_path, compose):
+    left = [tmp_path / name for name in ("run.log", "metrics.jsonl", "metrics_val.csv", "tensorboard/events")]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("of the killed run\n")
+    directory = RunDirectory(compose())
+    directory.config, directory.again = resolve_config(directory.composition, Train), tmp_path
+    directory.open()
+    directory.close()
+    assert not any(path.exists() and path.read_text() for path in left)
 
 
 def test_a_folder_is_at_work_as_long_as_another_process_holds_it_whatever_number_that_has(tmp_path):

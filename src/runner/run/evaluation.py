@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.checkpoint import file
+from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager
-from runner.checkpoint.weights import loss_of, part_with, weights_of
+from runner.checkpoint.weights import part_with
 from runner.config.schema.train import Train
 from runner.data.consistency import not_finite
 from runner.data.loaders import Batch, Fields
@@ -25,12 +26,12 @@ from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
-from runner.engine.state import load_task, load_weights
 from runner.engine.weight_average import prefix
 from runner.instrument.nested import parts_of_rows, tensors_moved
 from runner.instrument.no_trace import preserved_rng
 from runner.run.batch_size import explaining_memory
 from runner.run.finetune import explaining
+from runner.run.from_checkpoint import load_weights_of
 from runner.run.metrics import fresh_metrics
 from runner.run.model import modules_of
 from runner.run.run import Run
@@ -89,9 +90,10 @@ class Evaluator:
             # Rank 0 decides for all, because ranks that disagree would wait for each other
             if state.best is not None and world().decide(manager.best.is_file):
                 # Only the weights that are tested are read: the moments of the optimizer may take twice as much
-                contents = file.read(manager.best, part_with(), later=True)
-                kind = load_best(self._run, contents)
-                summary["test_step"] = contents["position"]["global_step"]
+                found = LoadedCheckpoint(manager.best, file.read(manager.best, part_with(), later=True), [])
+                run = self._run
+                kind = load_weights_of(found, run.config, run.model, loss=run.loss, task=run.task)
+                summary["test_step"] = found.contents["position"]["global_step"]
                 if state.averaged is not None or kind != "raw":
                     summary["test_weights"] = kind
                 results = self.weights("test")
@@ -169,15 +171,6 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
     # Ranks of a whole model may have stopped alone; afterwards all of them agree that they did
     if any(world().gather(stopped)):
         raise Interrupted
-
-
-def load_best(run: Run, contents: dict[str, Any]) -> str:
-    """Load the weights of a checkpoint that its best evaluation used, and its loss; returns what they are, see `weights_of`."""
-    weights, kind = weights_of(contents)
-    load_weights(run.model, weights)
-    load_task(run.task, contents)
-    load_weights(run.loss, loss_of(contents, kind, run.config, run.loss), "loss")
-    return kind
 
 
 class Predictions(nn.Module):

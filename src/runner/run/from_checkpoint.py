@@ -128,12 +128,7 @@ class ResolvedCheckpoint(Generic[T]):
 
     def load_weights(self, model: nn.Module, task: Task, loss: nn.Module | None = None) -> None:
         """Load the selected weights into a model, what belongs to them into a loss, and the state of the task."""
-        weights, kind = self.weights
-        with explaining(str(self.found.path), "", "the task that it was trained with"):
-            load_task(task, self.found.contents)
-        load_weights_of(self.found, model, weights)
-        if loss is not None:
-            load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
+        load_weights_of(self.found, self.config, model, loss=loss, task=task, which=self.which)
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and what `build_modules` returns with the selected weights, on the device, in evaluation mode."""
@@ -187,11 +182,26 @@ def config_and_checkpoint(
 
 
 def load_weights_of(
-    found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any], what: str = "model"
-) -> None:
-    """Load weights of a checkpoint into a model, or a loss; raises `UserError` if they do not fit."""
-    with explaining(str(found.path), "", f"no {what}=... and no {what}.* here: a checkpoint brings its {what}"):
-        load_weights(model, weights, what)
+    found: find.LoadedCheckpoint,
+    config: Train,
+    model: nn.Module,
+    *,
+    loss: nn.Module | None = None,
+    task: Task | None = None,
+    which: Weights = "auto",
+) -> str:
+    """Load the weights of a checkpoint that `which` selects into a model, and what belongs to them into a loss and a task.
+
+    Returns the kind of the weights, see `runner.checkpoint.weights.weights_of`. Raises `UserError` if they do not fit.
+    """
+    weights, kind = weights_of(found.contents, which)
+    with explaining(str(found.path), "", "no model=..., loss=... or task=... here: a checkpoint brings its own"):
+        if task is not None:
+            load_task(task, found.contents)
+        load_weights(model, weights)
+        if loss is not None:
+            load_weights(loss, loss_of(found.contents, kind, config, loss), "loss")
+    return kind
 
 
 def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
