@@ -31,7 +31,7 @@ from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
-from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
+from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, probe, unsaved
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
@@ -76,8 +76,7 @@ def build_run(
     # Task, model and loss; from here on, the config has what comes from the data
     seed_everything(config.seed)
     fresh = fresh and start is None
-    task, model, loss = build_task_model_loss(config, data, fresh)
-    config = with_facts(config, task, data)
+    config, task, model, loss = build_task_model_loss(config, data, fresh)
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():

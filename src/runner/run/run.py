@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -125,35 +125,20 @@ class Run:
     initial: InitialWeights  # where the weights come from
     warnings: list[str]  # settings without effect, and what else people should know
 
-    @property
-    def model(self) -> nn.Module:
-        """What is trained."""
-        return self.state.model
+    # Parts of these that are used often
+    model: nn.Module = field(init=False)  # what is trained
+    steps: Any = field(
+        init=False
+    )  # computes loss and outputs of a batch: `runner.engine.step.Supervised` or `TaskSteps`
+    device: torch.device = field(init=False)
+    precision: Precision = field(init=False)  # of forward passes
+    plan: EpochPlan = field(init=False)  # how an epoch divides into batches and steps
+    total_steps: int = field(init=False)  # optimizer steps of the whole run
 
-    @property
-    def steps(self) -> Any:
-        """How the loss and the outputs of a batch are computed: `runner.engine.step.Supervised` or `runner.run.step.TaskSteps`."""
-        return self.parts.objective
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is trained."""
-        return self.hardware.device
-
-    @property
-    def precision(self) -> Precision:
-        """What forward passes are computed in."""
-        return self.hardware.precision
-
-    @property
-    def plan(self) -> EpochPlan:
-        """How an epoch divides into batches and steps."""
-        return self.length.plan
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.length.total_steps
+    def __post_init__(self) -> None:
+        self.model, self.steps = self.state.model, self.parts.objective
+        self.device, self.precision = self.hardware.device, self.hardware.precision
+        self.plan, self.total_steps = self.length.plan, self.length.total_steps
 
 
 def hardware_metrics_of(run: Run) -> HardwareMetrics:

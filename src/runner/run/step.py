@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,10 +71,6 @@ class TaskSteps:
             if not first:
                 return
 
-    def after_step(self) -> None:
-        """Let the task go on from the updated weights."""
-        self._task.after_step(self.modules)
-
     def feed(self, data: Any) -> None:
         """Send a batch through the modules."""
         self.evaluated(data)
@@ -131,7 +128,7 @@ def build_parts(
     """What a step consists of."""
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
-    steps = steps_of(task, state.model, loss)
+    steps, after_step = steps_of(task, state.model, loss), getattr(task, "after_step", None)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
             raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
@@ -146,7 +143,7 @@ def build_parts(
         equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
-        after_step=steps.after_step if isinstance(steps, TaskSteps) and _has(task, "after_step") else None,
+        after_step=partial(after_step, steps.modules) if isinstance(steps, TaskSteps) and after_step else None,
     )
 
 
