@@ -231,7 +231,7 @@ def test_mistakes_raise_an_error_that_names_the_key(workdir: Path, call: Callabl
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda path: load(path, "model=small_cnn"), "not those of this model.*\n.*a checkpoint brings its model"),
+        (lambda path: load(path, "model=small_cnn"), "not those of this model.*\n.*a checkpoint brings its own"),
         (lambda path: load(path, "top_k=3"), "top_k: is a key of the verb predict"),
         (lambda path: load(path, device="gpu"), "device: cannot be 'gpu'"),
         (lambda path: load(path, device=None), "device: cannot be 'None'"),

@@ -121,23 +121,6 @@ def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherw
         assert record["weights_sha256"] == weights_sha256(weights)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ((*MLP, "swa=0.9"), "swa: 0.9 begins after step 11"),
-        (
-            (*CNN, "swa=0.5", "data.split.val=0"),
-            "swa: computes BatchNorm's statistics at evaluations, but there is no val",
-        ),
-        ((*MLP, "swa=0.1", HITS), "metrics.swa_hits: has the name of a metric of the swa average"),
-    ],
-)
-def test_an_average_that_could_not_be_evaluated_is_a_mistake(
-    rejected: Any, words: tuple[str, ...], reason: str
-) -> None:
-    assert reason in rejected("train", "threads=1", "logger=none", *words).err
-
-
 def test_before_swa_begins_the_weights_stand_for_their_average(train: Any) -> None:
     result = train(*CNN, "epochs=3", "swa=1", "checkpoint.keep=9")
     before, begun, then = [record for record in result.metrics if record["split"] == "val"]

@@ -87,9 +87,3 @@ def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_
     assert "allowed: log.utilization=false" in asked.err
     warned = accepted(*words)
     assert "warning: log.utilization=auto has no effect" in warned.out
-
-
-def test_a_wrong_value_is_a_sentence(rejected: Any) -> None:
-    result = rejected("train", "log.utilization=always")
-    assert "log.utilization: cannot be always" in result.err
-    assert "allowed: true, false or auto" in result.err

@@ -100,7 +100,7 @@ def telling(tell: Callable[[], None], armed: Callable[[Any], bool] | None = None
     """
     from runner.base import files
     from runner.engine.loop import Loop
-    from runner.run.directory import RunDirectory
+    from runner.run.run_directory import RunDirectory
     from runner.tracking.console import Console
     from runner.tracking.loggers import Csv, JsonLines, TensorBoard
 

@@ -84,9 +84,9 @@ def begin(words: Sequence[str], log: Path, prepare: Prepare | None = None, verb:
         # Pictures take half of the time of a short run, and are not part of training. Another commit, which
         # scripts/same_bits.py starts too, may have them elsewhere.
         with contextlib.suppress(ImportError):
-            from runner.run import run_record
+            from runner.run import run_directory
 
-            run_record.learning_curves = lambda *_: None  # type: ignore[assignment]
+            run_directory.learning_curves = lambda *_: None  # type: ignore[assignment]
         if prepare is not None:
             prepare()
         from runner.cli import main

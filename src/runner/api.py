@@ -202,12 +202,12 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
     if composition.values["dry_run"] is True:
         raise UserError("dry_run", "makes no run that train() could return", "python -m runner train dry_run=true")
     with _RUNNING, switches_kept():
-        record, value = train_verb.run_composition(composition)
-    if record.exit_code != OK and record.error is not None:
+        directory, value = train_verb.run_composition(composition)
+    if directory.exit_code != OK and directory.error is not None:
         with _files_reported():
-            raise record.error
-    directory = record.left or record.directory.path
-    return Result(directory, read_summary(directory) or {}, value)
+            raise directory.error
+    path = directory.finished or directory.path
+    return Result(path, read_summary(path) or {}, value)
 
 
 @_files_reported()

@@ -29,17 +29,14 @@ from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator
-from runner.run.finetune import freeze
-from runner.run.hardware import choose_hardware
-from runner.run.init_from import InitialWeights, set_initial_weights
-from runner.run.length import plan_length
+from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
-from runner.run.model import build_task_model_loss, example_input, model_of, place, with_facts
+from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
 from runner.run.probe import FirstSamples, probe, unsaved
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
-from runner.run.run import Run, hardware_metrics_of, validate_limits
-from runner.run.run_record import RunRecord
+from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
+from runner.run.run_directory import RunDirectory
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_parts, build_step, slow_guard
 from runner.runtime.shapes import COLUMNS, watching_shapes
@@ -79,8 +76,7 @@ def build_run(
     # Task, model and loss; from here on, the config has what comes from the data
     seed_everything(config.seed)
     fresh = fresh and start is None
-    task, model, loss = build_task_model_loss(config, data, fresh)
-    config = with_facts(config, task, data)
+    config, task, model, loss = build_task_model_loss(config, data, fresh)
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
@@ -131,40 +127,40 @@ def build_run(
     )
 
 
-def train(record: RunRecord, signals: StopSignals, also_call: Sequence[Any] = ()) -> float | None:
+def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any] = ()) -> float | None:
     """Build a run and train it: resume, train, test, and write what is known into the summary.
 
     Args:
-        record: the directory and the summary of the run, which know what it is asked to do.
+        directory: where the run is, and what it is asked to do.
         signals: ask it to stop.
         also_call: callbacks that do not come from the config.
 
     Returns:
         The best value of the monitored metric, or None.
     """
-    record.begin()
+    directory.begin()
     # Closes what is open, the last one first, whatever becomes of the others
     with contextlib.ExitStack() as ending:
         try:
-            best = _train(_build(record, ending), record, signals, ending, also_call)
+            best = _train(_build(directory, ending), directory, signals, ending, also_call)
         except DataFailed as error:
             if signals.asked():  # which ends the wait for data that do not come
-                record.console.warn(str(error))
+                directory.console.warn(str(error))
                 raise Preempted(signals.asked()) from None
             raise
     if world().first:
-        record.draw_curves(record.setup.config.log.curves)
+        directory.draw_curves(directory.config.log.curves)
     return best
 
 
-def _build(record: RunRecord, ending: contextlib.ExitStack) -> Run:
+def _build(directory: RunDirectory, ending: contextlib.ExitStack) -> Run:
     """What is trained: what the config says, at the position of the checkpoint."""
-    config, found = record.setup.config, record.setup.found
+    config, found = directory.config, directory.found
     start = resume.made_of(found, "position", Position) if found else None
     if config.compile:
         forget_compiled()
     # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
-    run = build_run(config, start, make_cache=may_write_cache(config, record.composition.values))
+    run = build_run(config, start, make_cache=may_write_cache(config, directory.composition.values))
     ending.callback(run.data.close)
     # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
     run.warnings += validate_limits(run)
@@ -173,10 +169,10 @@ def _build(record: RunRecord, ending: contextlib.ExitStack) -> Run:
 
 
 def _train(
-    run: Run, record: RunRecord, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
+    run: Run, directory: RunDirectory, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
 ) -> float | None:
     """See `train`."""
-    config, data, state, console, found = run.config, run.data, run.state, record.console, record.setup.found
+    config, data, state, console, found = run.config, run.data, run.state, directory.console, directory.found
 
     # Ranks stop at the same step, whichever of them is asked to; a single process asks itself
     agreement = Agreement(world(), signals.asked, config.dist.timeout_s)
@@ -188,7 +184,7 @@ def _train(
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = hardware_metrics_of(run)
     custom = build_callbacks(config, run.task, run.monitor)
-    saving = Saving(run, record, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
+    saving = Saving(run, directory, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
     compiled = run.toggled.reports(console.line)
 
     # Callbacks are called in this order; saving comes last, when everything else is done
@@ -199,9 +195,9 @@ def _train(
         Progress(console.advance),
         *custom.values(),
         *also_call,
-        SkippedSteps(record.directory.path, console),
+        SkippedSteps(directory.path, console),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
-        RankBuffers(run, record),
+        RankBuffers(run, directory),
         saving.callback,
     ]
     loop = Loop(
@@ -218,31 +214,31 @@ def _train(
     )
 
     # From here on, the state is that of the checkpoint
-    run.warnings += saving.resume(found, record.continued) if found else []
-    write_atomically(record.directory.config_file, saving.config_text.encode())
-    open_loggers(loggers, record, state.position.global_step if found else None, ending)
-    show_run(run, record, hardware_metrics.rows(), [*run.warnings, *record.setup.warnings])
+    run.warnings += saving.resume(found) if found else []
+    write_atomically(directory.path / "config.yaml", saving.config_text.encode())
+    open_loggers(loggers, directory, state.position.global_step if found else None, ending)
+    show_run(run, directory, hardware_metrics.rows(), [*run.warnings, *directory.warnings])
     show = functools.partial(console.table, "shapes in the first batch", COLUMNS)
     watching = watching_shapes(run.model, aligned, show) if config.watch.shapes else contextlib.nullcontext()
     if config.watch.finite:
         watch_finite(state)
-    start_progress(run, record)
+    start_progress(run, directory)
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
-    ending.callback(_note_losses, record, data, compiled)
+    ending.callback(_note_losses, directory, data, compiled)
     try:
         saving.begin(loop)
         with memory_for_training(config), watching:
             loop.run()
-        record.note_waiting()
+        directory.note_waiting()
         saving.end(loop)
-        record.note_trained(loop)
+        directory.note_trained(loop)
 
         # Test, with the best weights if there are any
         if data.test is not None and config.evaluate.test and not loop.pruned:
-            record.summary |= evaluator.test(saving.manager)
-            tested = record.summary["test"] | {WEIGHTS_STEP: record.summary["test_step"]}
+            directory.summary |= evaluator.test(saving.manager)
+            tested = directory.summary["test"] | {WEIGHTS_STEP: directory.summary["test_step"]}
             buffer("test", tested, state.position.global_step, state.position.epoch + (state.position.batch > 0))
         elif data.test is None and config.evaluate.test and config.data.split.val != "test":
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
@@ -252,16 +248,16 @@ def _train(
     return state.best.value if state.best else None
 
 
-def _note_losses(record: RunRecord, data: DataModule, compiled: list[CompileReport]) -> None:
+def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[CompileReport]) -> None:
     """Add to the summary what compilation cost, and how many samples could not be read."""
     for report in compiled:
-        record.summary |= report.summary()
+        directory.summary |= report.summary()
     data.close()
     if said := data.bad_samples.summary():
-        record.summary["skipped"] = len(data.bad_samples)
-        record.console.warn(said)
-    for sentence in busy(record.summary.get("cpu_wait")):
-        record.console.line(sentence, "yellow")
+        directory.summary["skipped"] = len(data.bad_samples)
+        directory.console.warn(said)
+    for sentence in busy(directory.summary.get("cpu_wait")):
+        directory.console.line(sentence, "yellow")
 
 
 def busy(cpu_wait: float | None) -> list[str]:

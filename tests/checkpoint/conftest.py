@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ import torch
 
 from runner.checkpoint import rng
 from runner.checkpoint.file import FORMAT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from faults import forging
 
 
 @pytest.fixture
@@ -52,9 +56,7 @@ def forge_header() -> Callable[..., None]:
 
     def make(path: Path, metadata: dict[str, Any], entries: dict[str, Any], data: bytes = b"", text: str = "") -> None:
         known = {"format": str(FORMAT), "sha256": "0" * 64} | metadata
-        header = text.encode() or json.dumps({"__metadata__": known, **entries}, separators=(",", ":")).encode()
-        made = len(header).to_bytes(8, "little") + header
-        digest = hashlib.sha256(made).hexdigest().encode()
-        path.write_bytes(made.replace(b"0" * 64, digest, 1) + data)
+        header = text or json.dumps({"__metadata__": known, **entries}, separators=(",", ":"))
+        path.write_bytes(forging.sealed_header(header.encode()) + data)
 
     return make

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -18,6 +19,7 @@ from nested import equal
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from faults import forging
 from runner.base.errors import UserError
 from runner.checkpoint import layout
 from runner.checkpoint.file import KEYS, DamagedCheckpoint, is_checkpoint, link, read, verify, write
@@ -165,9 +167,14 @@ def test_every_truncation_and_every_flipped_byte_is_found_and_named(sample: Path
         for look in (verify, read):
             with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: (is truncated|is not a checkpoint)"):
                 look(sample)
-    for place in {generator.randrange(len(data)) for _ in range(200)} | set(range(140)):
+    places = {generator.randrange(len(data)) for _ in range(200)} | set(range(8, 140))
+    flips = [(place, generator.randrange(8)) for place in places]
+    for place, bit in [
+        *flips,
+        *itertools.product(range(8), range(8)),
+    ]:  # the first bytes claim the length of the header
         damaged = bytearray(data)
-        damaged[place] ^= 1 << generator.randrange(8)
+        damaged[place] ^= 1 << bit
         sample.write_bytes(damaged)
         with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: "):
             read(sample)
@@ -281,14 +288,7 @@ def nested(levels: int) -> str:
     ],
 )  # fmt: skip
 def test_a_structure_that_is_none_of_ours_is_refused(key: str, text: str, sample: Path, contents: Make) -> None:
-    before = layout.write
-
-    def forged(file: Any, written: str, metadata: dict[str, str], tensors: Any) -> None:
-        before(file, written, metadata | {key: text}, tensors)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layout, "write", forged)
-        write(sample, contents())
+    sample.write_bytes(forging.forged(contents(), **{key: text}))
     with pytest.raises(DamagedCheckpoint, match=r"sample\.safetensors: ") as caught:
         read(sample)
     assert len(str(caught.value)) < 1000

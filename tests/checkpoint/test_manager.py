@@ -54,13 +54,6 @@ def test_steps_of_an_abandoned_future_are_removed(tmp_path: Path, contents: Make
     assert step_of(manager.last) == 15
 
 
-def test_no_temporary_file_outlives_the_next_start(tmp_path: Path, contents: Make) -> None:
-    (tmp_path / ".last.safetensors.123.tmp").write_bytes(b"half")
-    (tmp_path / "mine.tmp").write_bytes(b"not ours")
-    CheckpointManager(tmp_path, 2).save(contents(1), 1, is_best=False)
-    assert names(tmp_path) == ["last.safetensors", "mine.tmp", "step_0000000001.safetensors"]
-
-
 CALLS = ("open", "fsync", "replace", "link", "unlink")
 
 

@@ -13,25 +13,16 @@ import pytest
 import torch
 import yaml
 
+from faults import forging
 from runner.checkpoint.file import DamagedCheckpoint, read, write
 
 Make = Callable[..., dict[str, Any]]
 
 
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (Path.touch, (self.target,))
-
-
 def test_what_is_pickled_is_not_even_opened(tmp_path: Path) -> None:
     path, target = tmp_path / "bomb.pt", tmp_path / "ran"
     for new_format in (True, False):
-        torch.save({"model": Bomb(target)}, path, _use_new_zipfile_serialization=new_format)
+        torch.save({"model": forging.Bomb(target)}, path, _use_new_zipfile_serialization=new_format)
         with pytest.raises(DamagedCheckpoint, match="is not a checkpoint of runner's; init_from= starts a run"):
             read(path)
         assert not target.exists(), "the file's code was run"

@@ -169,6 +169,26 @@ train optimizer=sgd optimizer.nesterov=true optimizer.momentum=0 | optimizer.nes
 train scheduler=torch scheduler.name=StepLR scheduler.options.step_size=0 | scheduler.options.step_size: | by zero
 train data.shift=0 transform.train.0.share=9 | transform.train.0.share: runner.data.transforms.augment.RandomShift refuses
     | got 9
+train model=vit_tiny ~model.width model.patch_size=3 | patch_size must divide
+train model=resnet18_cifar freeze=[stam] | freeze: the model has no module or parameter 'stam'; did you mean 'stem'?
+train freeze=[all-but-haed] | freeze: | did you mean 'all-but-head'?
+train 'freeze=["*"]' | freeze: leaves nothing to train in the first step
+train 'freeze=["*"]' unfreeze_at=2 | freeze: leaves nothing to train in the first step
+train model=resnet18_cifar freeze=[dropout] | freeze: 'dropout' has no trainable weights
+train model=resnet18_cifar model.head=none | model: gives (1, 32) for one image
+train model=airbench ~model.width data.image_size=32 model.head=none | model: gives (1, 256) for one image
+train model=resnet18_cifar init=whiten | init: whiten does not apply: the first convolution needs two
+train model=vit_tiny ~model.width init=zero_gamma | init: zero_gamma does not apply: ViT has no residual block
+train model=mlp ~model.width swa=0.9 | swa: 0.9 begins after step 1 | the run ends at step 1
+train swa=0.5 epochs=2 data.split.val=0 | swa: computes BatchNorm's statistics at evaluations, but there is no validation
+train swa=0.1 'metrics={swa_hits: {_target_: torchmetrics.MeanMetric}}'
+    | metrics.swa_hits: has the name of a metric of the swa average
+train '+metrics.accuracy={_target_: torchmetrics.classification.MulticlassAccuracy, num_classes: 7}'
+    | metrics.accuracy: cannot take outputs of shape
+train dry_run=true devices=2 strategy=single | strategy: | devices=1
+train dry_run=true devices=100 | devices: asks for 100 processes on the CPU | at most
+train dry_run=true devices=2 data.batch_size=2 data.drop_last=true model=resnet18_cifar | data.batch_size: | a larger
+train log.utilization=always | log.utilization: cannot be always | allowed: true, false or auto
 train model.num_classes=5 | model.num_classes: is 5, but the data says 10 | allowed: model.num_classes=null
 train task=regression | loss: | CrossEntropy | use loss=mse
 train data.dataset.kind=regression | task.num_classes: | the data has no classes | task=regression loss=mse

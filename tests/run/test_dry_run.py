@@ -30,25 +30,5 @@ def test_what_was_built_and_the_peak_of_a_step_are_printed_and_nothing_is_writte
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "key", "fix"),
-    [
-        ("devices=2 strategy=single", "strategy", "devices=1"),
-        ("devices=100 device=cpu", "devices", "at most"),
-        (
-            "devices=2 data.batch_size=2 data.drop_last=true model=resnet18_cifar data=synthetic data.image_size=8",
-            "data.batch_size",
-            "a larger",
-        ),
-    ],
-)
-def test_what_would_fail_is_a_sentence(run: Callable[..., Any], words: str, key: str, fix: str) -> None:
-    found = run("train", "threads=1", "dry_run=true", *words.split())
-    assert found.status == 2
-    assert f"{key}:" in found.err
-    assert fix in found.err
-    assert list(Path().iterdir()) == []
-
-
 def test_other_verbs_refuse_a_dry_run(problems: Callable[..., Any]) -> None:
     assert "is for train" in problems("dry_run=true", verb="bench")["dry_run"].message

@@ -144,33 +144,6 @@ def test_operations_are_counted_as_of_when_what_is_frozen_for_a_while_is_trained
     assert all(weight.requires_grad for weight in late.model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"freeze": ["stam"]}, "error: freeze: the model has no module or parameter 'stam'; did you mean 'stem'?"),
-        ({"freeze": ["all-but-haed"]}, "did you mean 'all-but-head'?"),
-        ({"freeze": ["*"]}, "error: freeze: leaves nothing to train in the first step"),
-        ({"freeze": ["*"], "unfreeze_at": 2}, "error: freeze: leaves nothing to train in the first step"),
-        ({"freeze": ["dropout"]}, "error: freeze: 'dropout' has no trainable weights"),
-        ({"model.head": "none"}, "error: model: gives (1, 32) for one image"),
-        (
-            {"model": "airbench", "data.image_size": 32, "model.head": "none"},
-            "error: model: gives (1, 256) for one image",
-        ),
-        ({"init": "whiten"}, "error: init: whiten does not apply: the first convolution needs two"),
-        (
-            {"model": "vit_tiny", "init": "zero_gamma"},
-            "error: init: zero_gamma does not apply: ViT has no residual block",
-        ),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_a_sentence(settings: dict[str, Any], message: str, call: Any) -> None:
-    shown = call(status=2, **settings)["shown"]
-    assert message in shown
-    assert "Traceback" not in shown
-
-
 def test_initial_weights_follow_the_seed_and_the_scheme(built: Any) -> None:
     def weight(**settings: Any) -> torch.Tensor:
         return built(**settings).model.stages[0][0].conv1.weight

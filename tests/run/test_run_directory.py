@@ -14,8 +14,22 @@ from lock_holder import held_elsewhere
 
 from runner.base.errors import UserError
 from runner.base.reading import read_overrides, read_summary
-from runner.run.directory import Occupied, RunDirectory, claim, hold, unfinished, works
+from runner.config.composition import Composition
+from runner.config.load import resolve_config
+from runner.config.schema import Train
+from runner.config.sources import Sources
+from runner.run.directory import Occupied, claim, hold, works
+from runner.run.run_directory import RunDirectory
+from runner.run.setup import unfinished
+from runner.tracking.jsonl import copy_until
 from runner.verbs.predict.rows import open_table
+
+
+def opened(path, *words):
+    """The directory of a job of a sweep, which has it before anything else."""
+    directory = RunDirectory(Composition({}, [*words], {}, Sources(), "", job_dir=path))
+    directory.reserve()
+    return directory
 
 
 def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):
@@ -42,25 +56,24 @@ def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path)
 
 def test_a_parent_that_is_a_file_is_told_in_a_sentence(tmp_path):
     (tmp_path / "outputs").touch()
-    for make in (lambda path: claim(path, "x"), RunDirectory):
+    for make in (lambda path: claim(path, "x"), opened):
         with pytest.raises(UserError, match=r"cannot write .*outputs"):
             make(tmp_path / "outputs")
 
 
 def test_a_run_directory_has_its_folders_and_reads_back_what_it_wrote(tmp_path):
-    run = RunDirectory(tmp_path / "run")
+    run = opened(tmp_path / "run", "optimizer.lr=0.1", "name='a: b'", "seed=1")
     assert run.checkpoints.is_dir()
     assert run.plots.is_dir()
     for text in (None, "", "{", "[1]"):
         if text is not None:
-            run.summary_file.write_text(text)
+            (run.path / "summary.json").write_text(text)
         assert read_summary(run.path) is None
-    run.write_overrides(["optimizer.lr=0.1", "name='a: b'", "seed=1"])
     run.write_summary({"status": "finished", "best": {"value": float("nan")}})
-    assert yaml.safe_load(run.overrides_file.read_text()) == ["optimizer.lr=0.1", "name='a: b'", "seed=1"]
+    assert yaml.safe_load((run.path / "overrides.yaml").read_text()) == ["optimizer.lr=0.1", "name='a: b'", "seed=1"]
     assert read_summary(run.path) == {"status": "finished", "best": {"value": None}}
-    run.write_overrides([])
-    assert yaml.safe_load(run.overrides_file.read_text()) == []
+    run.close()
+    assert yaml.safe_load((opened(tmp_path / "other").path / "overrides.yaml").read_text()) == []
 
 
 @pytest.mark.parametrize(
@@ -71,35 +84,35 @@ def test_nothing_is_written_through_a_link_to_elsewhere(name, tmp_path):
     run.mkdir()
     (run / name).symlink_to(precious)
     with pytest.raises(UserError, match=f"{re.escape(str(run / name))} is a link"):
-        RunDirectory(run).lock()
+        opened(run)
     assert not precious.exists()
 
 
 def test_what_a_killed_process_has_left_is_removed_by_the_next_one_that_has_the_lock(tmp_path):
-    directory = RunDirectory(tmp_path / "run")
-    left = [folder / ".summary.json.0a1b.tmp" for folder in (directory.path, directory.plots, directory.checkpoints)]
+    folders = [tmp_path, tmp_path / "plots", tmp_path / "checkpoints"]
+    left = [folder / ".summary.json.0a1b.tmp" for folder in folders]
     for path in left:
+        path.parent.mkdir(exist_ok=True)
         path.touch()
-    RunDirectory(tmp_path / "run")
+    with held_elsewhere(tmp_path), pytest.raises(Occupied):
+        opened(tmp_path)
     assert all(path.exists() for path in left), "the other process may be at work on them"
-    directory.lock()
+    opened(tmp_path).close()
     assert not any(path.exists() for path in left)
-    directory.unlock()
 
 
 def test_metrics_taken_over_are_those_up_to_the_step_and_none_that_is_no_metric(tmp_path):
-    source, directory = tmp_path / "other", RunDirectory(tmp_path / "run")
-    source.mkdir()
-    directory.take_metrics(source, 0)
+    source, own = tmp_path / "other.jsonl", tmp_path / "metrics.jsonl"
+    copy_until(source, own, 0)
     lines = [json.dumps({"global_step": step, "epoch": 1, "split": split}) for step in (1, 2, 3) for split in "tv"]
     odd = ["[" * 100_000, '{"global_step": 1, "a": ' + "[" * 5000 + "]" * 5000 + "}", "", "{}"]
-    (source / "metrics.jsonl").write_text("\n".join([*lines[:1], *odd, *lines[1:]]) + "\n" + "x" * 2**21)
-    directory.take_metrics(source, 3)
-    with directory.metrics_file.open("a") as file:
+    source.write_text("\n".join([*lines[:1], *odd, *lines[1:]]) + "\n" + "x" * 2**21)
+    copy_until(source, own, 3)
+    with own.open("a") as file:
         file.write('{"global_step": 1, "ep')
     for step, count in ((2, 4), (-1, 0)):
-        directory.take_metrics(directory.path, step)  # from itself
-        assert directory.metrics_file.read_text().splitlines() == lines[:count]
+        copy_until(own, own, step)  # from itself
+        assert own.read_text().splitlines() == lines[:count]
 
 
 WORDS = ["seed=1", "resume=auto"]
@@ -113,39 +126,37 @@ def same(folder):
 
 
 def begin_run(runs, name, started=None, words=WORDS, status="preempted"):
-    run = RunDirectory(runs / name)
-    run.write_overrides(words)
-    run.write_summary({"status": status} | ({"started": started} if started else {}))
+    run = opened(runs / name, *words)
+    run.summary |= {"status": status} | ({"started": started} if started else {})
+    run.close()
     return run.path
 
 
-@pytest.mark.parametrize("text", ["- 2024-99-99", "[" * 50_000, "- " + "x" * 2**21, "\0"], ids=range(4))
-def test_a_neighbour_with_odd_overrides_does_not_stop_the_search(text, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("overrides.yaml", text) for text in ("- 2024-99-99", "[" * 50_000, "- " + "x" * 2**21, "\0")),
+        *((name, None) for name in ("overrides.yaml", "summary.json", "run.log", ".lock", "checkpoints")),
+    ],
+    ids=range(9),
+)
+def test_a_neighbour_with_odd_overrides_or_a_named_pipe_does_not_stop_the_search(name, text, tmp_path):
     good, bad = begin_run(tmp_path, "2026-01-01_00-00-00"), begin_run(tmp_path, "2026-09-09_00-00-00")
-    (bad / "overrides.yaml").write_text(text)
+    if text is None:
+        (bad / name).rmdir() if (bad / name).is_dir() else (bad / name).unlink(missing_ok=True)
+        os.mkfifo(bad / name)
+    else:
+        (bad / name).write_text(text)
     found, warnings = unfinished(tmp_path, same)
-    assert found.path == good
-    assert all(bad.name in warning for warning in warnings)
-
-
-@pytest.mark.parametrize("name", ["overrides.yaml", "summary.json", "run.log", ".lock", "checkpoints"])
-def test_a_neighbour_with_a_named_pipe_is_skipped_with_a_warning(name, tmp_path):
-    good = begin_run(tmp_path, "2026-01-01_00-00-00")
-    bad = begin_run(tmp_path, "2026-09-09_00-00-00")
-    if (bad / name).is_dir():
-        (bad / name).rmdir()
-    (bad / name).unlink(missing_ok=True)
-    os.mkfifo(bad / name)
-    found, [warning] = unfinished(tmp_path, same)
-    assert found.path == good
-    assert str(bad) in warning
-    assert name in warning
+    assert found == good
+    assert len(warnings) == (text != "- 2024-99-99")
+    assert all(str(bad) in warning and (text or name in warning) for warning in warnings)
 
 
 def test_the_newest_run_is_the_one_that_started_last_whatever_its_name_says(tmp_path):
     begin_run(tmp_path, "2026-09-09_12-00-00", "2026-09-09T12:00:00+00:00")
     newer = begin_run(tmp_path, "2026-09-09_10-00-00", "2026-09-09T12:00:00.000001+00:00")
-    assert unfinished(tmp_path, same)[0].path == newer
+    assert unfinished(tmp_path, same)[0] == newer
     begin_run(tmp_path, "2026-01-01_00-00-00", "2026-09-09T12:00:00.000002+00:00", status="finished")
     assert unfinished(tmp_path, same) == (None, [])
 
@@ -154,24 +165,19 @@ def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
     for count, name in enumerate(["2026-09-09_12-00-00", "2026-09-09_10-00-00", "2026-09-09_10-00-00_1"]):
         summary = begin_run(tmp_path, name) / "summary.json"
         os.utime(summary, (1000 + min(count, 1), 1000 + min(count, 1)))
-    assert unfinished(tmp_path, same)[0].path.name == "2026-09-09_10-00-00_1"
+    assert unfinished(tmp_path, same)[0].name == "2026-09-09_10-00-00_1"
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again_with_empty_logs(run, accepted):
-    words = (
-        "data=synthetic", "data.dataset.samples=16", "data.image_size=8", "data.batch_size=8", "model=mlp", "max_steps=1",
-        "threads=1", "log.progress=false", "log.curves=false", "logger=csv", "evaluate.test=false", "resume=auto",
-    )  # fmt: skip
-    first = accepted("train", *words)
-    for path in (first.directory / "checkpoints").iterdir():
-        path.unlink()
-    (first.directory / "summary.json").write_text(json.dumps(first.summary | {"status": "running"}))
-    (first.directory / "run.log").write_text("of the killed run\n")
-    second = run("train", *words)
-    assert (second.status, second.directory) == (0, first.directory), second.err
-    log = (second.directory / "run.log").read_text()
-    assert "step 1/1" in log
-    assert "of the killed run" not in log
+def test_a_run_that_starts_again_begins_with_empty_logs(tmp_path, compose):
+    left = [tmp_path / name for name in ("run.log", "metrics.jsonl", "metrics_val.csv", "tensorboard/events")]
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("of the killed run\n")
+    directory = RunDirectory(compose())
+    directory.config, directory.again = resolve_config(directory.composition, Train), tmp_path
+    directory.open()
+    directory.close()
+    assert not any(path.exists() and path.read_text() for path in left)
 
 
 def test_a_folder_is_at_work_as_long_as_another_process_holds_it_whatever_number_that_has(tmp_path):
@@ -193,13 +199,12 @@ def test_a_folder_is_at_work_as_long_as_another_process_holds_it_whatever_number
 
 
 def test_a_process_that_asks_about_its_own_folder_keeps_the_lock(tmp_path):
-    directory = RunDirectory(tmp_path)
-    directory.lock()
+    held = hold(tmp_path)
     assert not works(tmp_path)
     code = f"from pathlib import Path; from runner.run.directory import works; print(works(Path({str(tmp_path)!r})))"
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
-    directory.unlock()
+    os.close(held)
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "False\n"
     (tmp_path / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}")
     assert not works(tmp_path)
@@ -226,11 +231,9 @@ def test_a_full_disk_is_reported_when_the_lock_is_written(tmp_path, monkeypatch)
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    directory = RunDirectory(tmp_path)
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(UserError, match="no space left"):
-        directory.lock()
-    directory.unlock()
+        hold(tmp_path)
 
 
 def test_a_full_disk_is_reported_when_a_table_is_closed(tmp_path, monkeypatch):

@@ -172,7 +172,7 @@ def test_the_workspace_of_cublas_is_set_before_the_device_is_touched(
         seen.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
         return torch.device("cpu"), "as set"
 
-    monkeypatch.setattr("runner.run.hardware.choose_device", choose)
+    monkeypatch.setattr("runner.run.run.choose_device", choose)
     assert run("train", *FEW).status == 0
     assert run("train", *FEW, f"deterministic={str(mode).lower()}").status == 0
     assert seen == [None, ":4096:8"]

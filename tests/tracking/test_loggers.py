@@ -9,7 +9,7 @@ import yaml
 from extras import needs
 
 from runner.base.errors import UserError
-from runner.run.directory import RunDirectory
+from runner.tracking.jsonl import copy_until
 from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard, Watched
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
@@ -114,7 +114,8 @@ def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_
         logger.log("test", {"loss": 1.0}, 20, 1)
         logger.log("train", {"loss": 0.5}, 30, 1)
         logger.flush()  # and the process is killed
-    RunDirectory(tmp_path).take_metrics(tmp_path, 20, ("test", "val") if due else ("test",))
+    path = tmp_path / "metrics.jsonl"
+    copy_until(path, path, 20, ("test", "val") if due else ("test",))
     again = [("val", {"loss": math.nan}, 20)] if due else []
     _log([JsonLines(), Csv(), TensorBoard()], tmp_path, 20, [*again, ("test", {"loss": 1.0}, 20)])
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ import yaml
 
 from runner.checkpoint.file import KEYS, read
 from runner.checkpoint.weights import weights_sha256
-from runner.run.directory import RunDirectory
+from runner.run.directory import hold
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=2", "model=mlp",
@@ -159,15 +159,14 @@ def test_another_batch_size_from_an_epochs_end_on_still_trains_every_epoch(train
 
 def test_a_directory_is_written_by_its_own_run_and_by_one_process(train_once: Any, spawn: Any, rejected: Any) -> None:
     first = train_once(*SMALL, "evaluate.test=false")
-    held = RunDirectory(first.directory)
-    held.lock()
+    held = hold(first.directory)
     before = {path: path.stat().st_mtime_ns for path in first.directory.rglob("*")}
     assert "already holds a run" in rejected("train", *SMALL, f"hydra.run.dir={first.directory}").err
     second = spawn("train", f"ckpt_path={first.directory}", f"hydra.run.dir={first.directory}", "epochs=9")
     assert second.returncode == 2
     assert "is being written by process" in second.stderr
     assert {path: path.stat().st_mtime_ns for path in first.directory.rglob("*")} == before
-    held.unlock()
+    os.close(held)
     third = spawn("train", f"ckpt_path={first.directory}", f"hydra.run.dir={first.directory}", "epochs=3")
     assert third.returncode == 0, third.stderr
 

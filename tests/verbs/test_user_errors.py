@@ -182,16 +182,16 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "no derivative": ((*NET, "+model.kind=no derivative"), "", 2, "model: its gradients cannot be computed: "),
     "loss": ((LOSS, "+loss.kind=bug"), "bug", 2, "loss: my bug"),
     "detached loss": ((LOSS, "+loss.kind=detached"), "", 2, "loss: its result has no gradient"),
-    "loss of each sample": ((LOSS, "+loss.kind=samples"), "", 2, "loss: gives a tensor of shape (1,), for 1 sample"),
+    "loss of each sample": ((LOSS, "+loss.kind=samples"), "", 2, "loss: gives a tensor of shape (1,) as the loss"),
     "loss of each sample, squeezed": (
-        (LOSS, "+loss.kind=squeezed"), "", 2, "loss: gives a tensor of shape (2,), for 2 samples",
+        (LOSS, "+loss.kind=squeezed"), "", 2, "loss: gives a tensor of shape (2,) as the loss",
     ),
     "loss with one element": (
-        (LOSS, "+loss.kind=one element"), "", 2, "loss: gives a tensor of shape (1,), for 1 sample",
+        (LOSS, "+loss.kind=one element"), "", 2, "loss: gives a tensor of shape (1,) as the loss",
     ),
     "loss as a function": (("loss._target_=own_parts.mean_loss", "+loss._partial_=true"), "", 2, "loss: is a partial"),
-    "no loss": ((LOSS, "+loss.kind=none"), "", 2, "loss: gives None, not a tensor"),
-    "loss as a float": ((LOSS, "+loss.kind=float"), "", 2, "loss: gives a float, not a tensor"),
+    "no loss": ((LOSS, "+loss.kind=none"), "", 2, "loss: gives a NoneType as the loss"),
+    "loss as a float": ((LOSS, "+loss.kind=float"), "", 2, "loss: gives a float as the loss"),
     "metric": ((METRIC.format("raises"), "checkpoint.monitor=val/mine"), "bug", 1, ""),
     "metric that gives a text": (
         (METRIC.format("text"), "checkpoint.monitor=val/mine"), "", 2, "metrics.mine: compute() gives a str",

@@ -62,7 +62,8 @@ class Snapshot:
             return self._copies[key]
         # Buffers are used for every checkpoint, because pinned memory is slow to allocate
         buffer = self._buffers.get(place)
-        if buffer is None or _layout(buffer) != _layout(tensor):
+        made_for = buffer is not None and (buffer.shape, buffer.dtype, buffer.stride())
+        if buffer is None or made_for != (tensor.shape, tensor.dtype, tensor.stride()):
             buffer = self._buffers[place] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         self._copies[key] = buffer
         if tensor.is_cuda:
@@ -72,10 +73,6 @@ class Snapshot:
             self._later.append((buffer, tensor))
             return buffer
         return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.stride()
 
 
 def mapped(value: Any, copy: Callable[[torch.Tensor, str], Any], place: str = "") -> Any:

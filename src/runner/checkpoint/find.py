@@ -56,26 +56,19 @@ def load(
         UserError: if nothing is there, or nothing valid.
     """
     # Words find the run by time; a path may name a file, a run directory, or a folder of checkpoints
-    if ckpt_path in ("last", "best"):
-        run = newest_run(runs, key)
-        prefer = "best" if ckpt_path == "best" else prefer
-    else:
-        path = Path(ckpt_path)
-        if path.is_file():
-            return _named_file(path, key, parts, later)
-        if not path.is_dir():
-            special = path.exists() or path.is_symlink()
-            problem, near = (
-                (f"{path} is not a regular file", "") if special else (f"there is no {path}", nearest_path(path))
-            )
-            raise UserError(key, problem, "a checkpoint file, a run directory, last or best", near)
-        run = path
+    run = newest_run(runs, key) if ckpt_path in ("last", "best") else Path(ckpt_path)
+    if run.is_file():
+        return _first_whole([run], key, parts, later)
+    if not run.is_dir():
+        special = run.exists() or run.is_symlink()
+        problem, near = (f"{run} is not a regular file", "") if special else (f"there is no {run}", nearest_path(run))
+        raise UserError(key, problem, "a checkpoint file, a run directory, last or best", near)
     # Checkpoints may have been moved out of their run directory
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
-    if prefer == "best" and (best := named(folder, "best")):
-        return _named_file(best, key, parts, later)
+    if "best" in (ckpt_path, prefer) and (best := named(folder, "best")):
+        return _first_whole([best], key, parts, later)
     # Whoever asks for the best one by name does not want another; a verb that only prefers it gets the last
-    if prefer == "best" and ckpt_path == "best":
+    if ckpt_path == "best":
         raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
     if not (paths := _newest(folder)):
         raise UserError(key, f"{folder} has no checkpoint (last or step_* with {SUFFIX})")
@@ -85,10 +78,8 @@ def load(
 def newest_run(runs: Path, key: str = "ckpt_path") -> Path:
     """The run directory of the newest run that has a checkpoint: the one that was started last, see `start_time`.
 
-    Runs for debugging and trials of searches, whose summary has `not_last`, do not count.
-
-    Raises:
-        UserError: if no run in `runs` has one.
+    Runs for debugging and trials of searches, whose summary has `not_last`, do not count. Raises `UserError` if no run in
+    `runs` has one.
     """
     patterns = (f"{runs_of}/checkpoints/last{SUFFIX}" for runs_of in ("*", "sweeps/*/*"))
     found = [path for pattern in patterns for path in runs.glob(pattern) if path.is_file()]
@@ -139,30 +130,25 @@ def _newest(folder: Path) -> list[Path]:
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
 
 
-def _named_file(path: Path, key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
-    try:
-        return _loaded(path, read(path, parts, later), [])
-    except DamagedCheckpoint as error:
-        # A file that was named is not replaced silently: the error names the newest valid one, and the user decides
-        others = [other for other in _newest(path.parent) if not other.samefile(path)]
-        try:
-            whole = _first_whole(others, key, None, later).path
-        except UserError:
-            raise error from None
-        allowed = f"the newest valid one beside it: {key}={whole}"
-        raise DamagedCheckpoint(error.problems[0].key, error.problems[0].message, allowed) from None
-
-
 def _first_whole(paths: list[Path], key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
-    warnings: list[str] = []
+    """The first checkpoint that is not damaged; a single one is not replaced, and the error names one beside it."""
+    damaged, single = list[UserError](), len(paths) == 1
+    if single:
+        paths = [*paths, *(path for path in _newest(paths[0].parent) if not path.samefile(paths[0]))]
     for path in paths:
         try:
-            return _loaded(path, read(path, parts, later), warnings)
-        except DamagedCheckpoint as error:
-            warnings.append(str(error))
-    raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(warnings))
-
-
-def _loaded(path: Path, contents: dict[str, Any], warnings: list[str]) -> LoadedCheckpoint:
-    was = drop(copy.deepcopy(plain(contents["config"], str(path))))
-    return LoadedCheckpoint(path, contents, [*warnings, *warning(str(path), was)])
+            contents = read(path, parts, later)
+        except UserError as error:
+            # A file of a newer version is not damaged, and no older one is taken instead
+            if not (isinstance(error, DamagedCheckpoint) or (single and damaged)):
+                raise
+            damaged.append(error)
+            continue
+        if single and damaged:
+            problem, allowed = damaged[0].problems[0], f"the newest valid one beside it: {key}={path}"
+            raise DamagedCheckpoint(problem.key, problem.message, allowed)
+        was = drop(copy.deepcopy(plain(contents["config"], str(path))))
+        return LoadedCheckpoint(path, contents, [*map(str, damaged), *warning(str(path), was)])
+    if single:
+        raise damaged[0]
+    raise DamagedCheckpoint(f"{key}: no checkpoint of this run is whole:\n    " + "\n    ".join(map(str, damaged)))

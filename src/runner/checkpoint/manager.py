@@ -16,11 +16,6 @@ from runner.instrument.nested import tensors_in
 _MIB = 2**20
 
 
-def step_stem(global_step: int) -> str:
-    """File name of the checkpoint of a step, without its suffix."""
-    return f"step_{global_step:010d}"
-
-
 def size_of(value: Any) -> int:
     """Bytes of the tensors in nested containers, tied ones once."""
     tensors = {identity(local(leaf)): leaf for leaf in tensors_in(value)}
@@ -59,15 +54,15 @@ def _free(folder: Path) -> float:
         return float("inf")
 
 
+def _step_name(global_step: int) -> str:
+    return f"step_{global_step:010d}{SUFFIX}"
+
+
 class CheckpointManager:
     """Writes checkpoints into a folder and deletes those that are no longer wanted.
 
-    `last` and `best` are links to files of single steps, so a state is written once whatever it is called.
-
-    Args:
-        folder: where checkpoints go.
-        keep: how many of the newest to keep, apart from the best.
-        writes: whether this process writes them; the other ranks of a run only read.
+    `last` and `best` are links to files of single steps, so a state is written once whatever it is called. The `keep` newest
+    are kept apart from the best. One process of a run `writes`; its other ranks only read.
     """
 
     def __init__(self, folder: Path, keep: int, writes: bool = True) -> None:
@@ -81,7 +76,7 @@ class CheckpointManager:
 
         Raises `UserError` if there is no room, or it cannot be written; what was there before is untouched.
         """
-        path = self.folder / f"{step_stem(global_step)}{SUFFIX}"
+        path = self.folder / _step_name(global_step)
         # Nothing older is deleted before the new one was read back whole.
         require_space(self.folder, size_of(contents))
         file.write(path, contents)
@@ -101,3 +96,21 @@ class CheckpointManager:
         """Make a checkpoint of this run, or of the one that it continues, `last` or `best`; raises as `link`."""
         if self.writes and not (name.is_file() and path.samefile(name)):
             file.link(path, name)
+
+    def carry_best(self, source: Path, global_step: int) -> bool:
+        """Make the checkpoint of the best evaluation, at `global_step`, the best one of a run that is resumed from `source`.
+
+        The best one beside an older checkpoint may be of a later evaluation, which the resumed run does not know of. Returns
+        whether there was a valid one.
+        """
+        # The best file may be gone, but the resumed checkpoint or one of its step may be the same state
+        for path in (source.with_name(self.best.name), source, source.with_name(_step_name(global_step))):
+            try:
+                found = file.read(path, later=True)
+            except UserError:
+                continue
+            # A file named best may be of another evaluation, so the step decides
+            if found["position"]["global_step"] == global_step:
+                self.name(path, self.best)
+                return True
+        return False

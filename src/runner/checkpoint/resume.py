@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -12,8 +11,7 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.checkpoint import file, rng
 from runner.checkpoint.async_writer import mapped
-from runner.checkpoint.find import SUFFIX, LoadedCheckpoint
-from runner.checkpoint.manager import CheckpointManager, step_stem
+from runner.checkpoint.find import LoadedCheckpoint
 from runner.distributed.sharding import gathered
 from runner.distributed.world import world
 
@@ -103,23 +101,3 @@ def restore(found: LoadedCheckpoint, state: Any, callbacks: dict[str, Any]) -> N
         raise
     except Exception as error:  # a file made by hand can raise anything in the objects of a run
         raise UserError(str(found.path), f"does not fit this run: {file.reason(error)}") from error
-
-
-def carry_best(source: Path, manager: CheckpointManager, global_step: int) -> bool:
-    """Make the checkpoint of the best evaluation, at `global_step`, the best one of a run that is resumed from `source`.
-
-    The best one beside an older checkpoint may be of a later evaluation, which the resumed run does not know of. Returns
-    whether there was a valid one.
-    """
-    best, step = (source.with_name(f"{stem}{SUFFIX}") for stem in ("best", step_stem(global_step)))
-    # The best file may be gone, but the resumed checkpoint or one of its step may be the same state
-    for path in (best, source, step):
-        try:
-            found = file.read(path, later=True)
-        except UserError:
-            continue
-        # A file named best may be of another evaluation, so the step decides
-        if found["position"]["global_step"] == global_step:
-            manager.name(path, manager.best)
-            return True
-    return False

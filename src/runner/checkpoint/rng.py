@@ -39,14 +39,10 @@ def capture() -> dict[str, Any]:
     # Ranks with equal generators need one copy: another number of ranks can then resume
     if ranks.size > 1:
         states = ranks.gather(state)
-        values = {repr(mapped(one, _as_bytes)) for one in states}
+        values = {repr(mapped(one, lambda tensor, _: tensor.numpy().tobytes())) for one in states}
         if len(values) > 1:  # a model or a transform drew different numbers on them
             state["ranks"] = states
     return state
-
-
-def _as_bytes(tensor: torch.Tensor, _: str) -> Any:
-    return tensor.numpy().tobytes()
 
 
 def restore(state: dict[str, Any]) -> None:

@@ -87,10 +87,9 @@ class Tensors:
 def encode(value: Any, place: str, tensors: Tensors, depth: int = 0) -> Any:
     """A nested state as JSON can hold it; its tensors are added to `tensors`, named after their place.
 
-    A tensor becomes `{"$tensor": name}`; what JSON lacks becomes `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and so on.
-
-    Raises:
-        Unsupported: if it holds anything but tensors, numbers, texts and plain containers, or is nested too deeply.
+    A tensor becomes `{"$tensor": name}`; what JSON lacks becomes `{"$tuple": [...]}`, `{"$dict": [[key, value], ...]}` and
+    so on. Raises `Unsupported` if it holds anything but tensors, numbers, texts and plain containers, or is nested too
+    deeply.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor):
@@ -118,8 +117,7 @@ def encode(value: Any, place: str, tensors: Tensors, depth: int = 0) -> Any:
 def decode(value: Any, tensor: Callable[[str], torch.Tensor], depth: int = 0) -> Any:
     """The nested state that `encode` was given; `tensor` gives the tensor of a name.
 
-    Raises:
-        Exception: of many kinds, if `value`, which comes from a file, is not of `encode`.
+    Raises `Exception` of many kinds, if `value`, which comes from a file, is not of `encode`.
     """
     if not isinstance(value, list | dict):
         return value

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from runner.base.errors import UserError, first_line
@@ -43,10 +44,8 @@ def weights_sha256(state_dict: Mapping[str, Any]) -> str:
 def weights_of(contents: dict[str, Any], which: Which = "auto") -> tuple[dict[str, Any], str]:
     """Weights of a checkpoint as a state dict of the model, and what they are: `raw`, `ema` or `swa`.
 
-    `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete.
-
-    Raises:
-        UserError: if the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
+    `auto` takes the average if the best evaluation is one of it, and the checkpoint holds it complete. Raises `UserError` if
+    the average is asked for and there is none, or only one with BatchNorm's statistics of other weights.
     """
     # Checkpoints of runs without an average have none of these
     averaged = contents["averaged"] or {"kind": "", "weights": None, "calibrated": True}
@@ -118,7 +117,7 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     # Files of other programs have tensors only; those of this one have a config and classes too
     path = Path(init_from)
     if path.is_file() and not is_checkpoint(path):
-        tensors = _safetensors(path) if path.suffix == ".safetensors" else _state_dict(path)
+        tensors = _tensors_of(path)
         if not tensors:
             allowed = f"a state dict, or a mapping with one under {' or '.join(_INSIDE)}"
             raise UserError(_KEY, f"{path} has no tensors by name", allowed)
@@ -130,19 +129,11 @@ def read_weights(init_from: str, runs: Path) -> Weights:
     return Weights(found.path, tensors, classes, kind=kind, warnings=found.warnings, config=config)
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def _tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of another program: safetensors, or what torch saved, from which only data are unpickled."""
     try:
-        return dict(load_file(path))
-    except (SafetensorError, OSError, MemoryError) as error:
-        raise UserError(_KEY, f"{path} cannot be read: {error}") from error
-
-
-def _state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that torch saved: a state dict, or a mapping that has one under a usual name."""
-    try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
         # Only tensors and plain containers are unpickled, so that nothing in the file can run
         with open_regular(path) as file, warnings.catch_warnings(action="ignore"):
             size, zipped = path.stat().st_size, file.read(4) == b"PK\3\4"
@@ -153,8 +144,15 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
         named = ({str(name): value for name, value in each.items() if isinstance(value, Tensor)} for each in states)
         tensors = next(filter(None, named), {})
         # Strides can make a small file claim a huge tensor, so every tensor has to fit into the file
-        odd = next((name for name, value in tensors.items() if not _is_plain(value, size)), None)
-        tensors = {name: value.detach() for name, value in tensors.items()}
+        for name, value in tensors.items():
+            dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+            if not dense or value.device.type != "cpu" or max(value.nbytes, value.untyped_storage().nbytes()) > size:
+                raise UserError(
+                    _KEY, f"{path} is refused: {name[:200]!r} is not a dense tensor that fits into the file"
+                )
+        return {name: value.detach() for name, value in tensors.items()}
+    except UserError:
+        raise
     except pickle.UnpicklingError as error:
         # torch names the class that it refused, which tells a user what the file really is
         found = re.search(r"GLOBAL ([\w.]{1,200})", str(error))
@@ -164,12 +162,3 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # a crafted file can raise anything in the unpickler
         reason = first_line(error).split(". ")[0]  # after it, torch advises to trust the file
         raise UserError(_KEY, f"{path} cannot be read: {reason[:200]}") from error
-    if odd is not None:
-        raise UserError(_KEY, f"{path} is refused: {odd[:200]!r} is not a dense tensor that fits into the file")
-    return tensors
-
-
-def _is_plain(tensor: Tensor, size: int) -> bool:
-    """True if a tensor is a dense one on the CPU that is no larger than its file, as one repeated by a stride of 0 can be."""
-    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-    return dense and tensor.device.type == "cpu" and max(tensor.nbytes, tensor.untyped_storage().nbytes()) <= size

@@ -1,31 +1,41 @@
-"""What is shown of a run before it starts."""
+"""What is shown of a run before it starts, and a dry run, which shows it and tries one step."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runner.config.changes import changes_result
+from runner.config.frozen import with_changes
 from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
-from runner.distributed.world import world
+from runner.distributed.world import rows, world
+from runner.run.batch_size import explaining_memory
+from runner.run.finetune import explaining
 from runner.run.optimizer import table_of_groups
-from runner.run.run import Run
-from runner.run.run_record import RunRecord
-from runner.runtime.memory import reset_peak_memory
+from runner.run.ranks import count_ranks
+from runner.run.run import Run, validate_limits
+from runner.run.run_directory import RunDirectory
+from runner.runtime.memory import peak_memory, readable, reset_peak_memory
+from runner.tracking import progress_file
+from runner.tracking.console import Console
 from runner.tracking.formats import amount
 
 Row = tuple[str, str, str]  # label, value and reason
 
+_ALONE = {"devices": 1, "strategy": "auto", "sync_batchnorm": False}  # how one process tries the step of a rank
 
-def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) -> None:
+
+def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[str]) -> None:
     """Show what runs, the warnings, what was not loaded from `init_from`, and what the command line changed on resuming."""
-    config, console, initial = run.config, record.console, run.initial
-    found, differences = record.setup.found, record.setup.differences
-    title = f"{config.name}  seed {config.seed}  {record.directory.path}"
+    config, console, initial = run.config, directory.console, run.initial
+    found, differences = directory.found, directory.differences
+    title = f"{config.name}  seed {config.seed}  {directory.path}"
     console.header(title, [*describe(config, run), *more])
     if groups := table_of_groups(run.state.optimizer):
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
@@ -33,7 +43,7 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         console.warn(warning)
     # The summary stores where the weights came from, so that the source outlives the log
     if loaded := initial.record():
-        record.summary["init_from"] = loaded
+        directory.summary["init_from"] = loaded
     if initial.misfits:
         columns = ["tensor", "what", "in the file", "in the model"]
         console.table("skipped tensors of init_from", columns, initial.table())
@@ -45,21 +55,47 @@ def show_run(run: Run, record: RunRecord, more: list[Row], warnings: list[str]) 
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
 
 
-def start_progress(run: Run, record: RunRecord) -> None:
+def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> None:
+    """Print what is built from `config`, and the peak memory of an optimizer step with the samples of one rank.
+
+    Raises `UserError` if the config cannot be run; nothing is written.
+    """
+    ranks = count_ranks(config)
+    run = build(with_changes(config, _ALONE) if ranks > 1 else config)
+    with contextlib.closing(run.data):
+        console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))
+        for warning in (*run.warnings, *validate_limits(run)):
+            console.warn(warning)
+        # The first rank has the most samples, and training everything takes the most memory
+        samples, last = rows(run.plan.size(0), 0, ranks).stop, config.accumulate - 1
+        of_rank = f", of one of {ranks} ranks" * (ranks > 1)
+        problem = f"a step with batches of {samples}{of_rank} fails: "
+        failed = explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices")
+        short = explaining_memory("data.batch_size", samples, "a smaller data.batch_size with a larger accumulate")
+        reset_peak_memory(run.device)
+        with run.state.freezing.as_at(None), failed, short:
+            batch = run.data.example_batch(samples)
+            for number in range(last + 1):
+                run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)
+    peak = peak_memory(run.device)
+    console.line(f"a step with batches of {samples}{of_rank}: {readable(peak.bytes)} ({peak.what})")
+
+
+def start_progress(run: Run, directory: RunDirectory) -> None:
     """Start the clocks of training and the display of its progress."""
     state = run.state
     # A finished run that is resumed does no harm, but is rarely what was meant
     if (step := state.position.global_step) >= run.total_steps:
-        record.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
-    record.note_startup()
-    record.console.start(
+        directory.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
+    directory.note_startup()
+    directory.console.start(
         run.total_steps,
         run.config.epochs or 0,
         step,
         monitor=run.monitor.metric,
         best=lambda: (state.best.value, state.best.global_step) if state.best else None,
         device=str(run.device),
-        file=record.directory.progress_file,
+        file=directory.path / progress_file.NAME,
     )
     # Building took memory too, and the peak to report is that of training
     reset_peak_memory(run.device)

@@ -1,4 +1,4 @@
-"""The directory of one run, used by one process only, and its files."""
+"""Names and locks of folders that one process at a time writes into, and what a folder from others must not contain."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from runner.base.errors import UserError
-from runner.base.files import make_folder, write_atomically, write_json, writing
-from runner.base.reading import open_regular, read_json, read_summary
-from runner.base.secrets import mask_text, mask_words
+from runner.base.files import make_folder, writing
+from runner.base.reading import open_regular
 from runner.tracking import progress_file
-from runner.tracking.jsonl import copy_until
 
 _OWNER, _SEEN = 0, 1  # bytes of a lock file that its owner locks: `works` looks only at the second, and hinders nobody
 _descriptors: set[int] = set()  # of locks of this process; whoever has one closes it
+_WRITTEN = (
+    "checkpoints", "plots", "tensorboard", "config.yaml", "overrides.yaml", "environment.json", "run.log", "metrics.jsonl",
+    "summary.json", progress_file.NAME, ".lock", "nonfinite", "trackers", "wandb",
+)  # fmt: skip
+"""Names that a run or a tracker writes to, beside metrics_*.csv."""
 
 
 class Occupied(UserError):
@@ -38,10 +37,8 @@ def timestamp() -> str:
 def claim(parent: Path, stamp: str, kind: str = "") -> Path:
     """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken; `kind` ends the name.
 
-    Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one.
-
-    Raises:
-        UserError: the directory cannot be created.
+    Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one. Raises
+    `UserError` if it cannot be created.
     """
     try:
         make_folder(parent)
@@ -52,42 +49,6 @@ def claim(parent: Path, stamp: str, kind: str = "") -> Path:
     except UserError as error:
         raise UserError("output_root", str(error)) from error
     return path
-
-
-def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[RunDirectory | None, list[str]]:
-    """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
-
-    Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
-    """
-    from runner.checkpoint.find import recency  # imports torch, which reports and sweeps do without
-
-    skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
-
-    # A run that cannot be read is skipped with a warning, as an older one may be fine
-    def opened(folder: Path) -> RunDirectory | None:
-        try:
-            if same(folder):
-                if os.path.lexists(folder / "summary.json") and read_summary(folder) is None:
-                    raise ValueError("summary.json cannot be read")
-                return RunDirectory(folder)
-        except (ValueError, UserError) as error:
-            skipped.append(f"resume=auto skips {folder}: {error}")
-        return None
-
-    # Every run has this file, because it is written first
-    for folder in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=recency, reverse=True):
-        if (read_summary(folder) or {}).get("status") == "finished":
-            # A finished run that is newer than the unfinished one wins: what was interrupted was done again
-            finished.append(folder)
-        elif found := opened(folder):
-            return (None if any(map(opened, finished)) else found), skipped
-    return None, skipped
-
-
-def slurm_job(folder: Path) -> str:
-    """The number of the SLURM job that a run began in; an empty string if there was none."""
-    variables = read_json(folder / "environment.json").get("variables")
-    return str(variables.get("SLURM_JOB_ID", "")) if isinstance(variables, dict) else ""
 
 
 def hold(folder: Path) -> int | None:
@@ -153,78 +114,11 @@ def _is_own(path: Path) -> bool:
     return False
 
 
-class RunDirectory:
-    """The files of one run; creates the folders of checkpoints and plots.
-
-    Raises:
-        UserError: the directory cannot be written, or contains links or special files.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
-        self.plots = path / "plots"
-        self.tensorboard = path / "tensorboard"
-        self.config_file = path / "config.yaml"  # resolved
-        self.overrides_file = path / "overrides.yaml"  # of the command line
-        self.environment_file = path / "environment.json"
-        self.log_file = path / "run.log"  # what the console showed, with times
-        self.metrics_file = path / "metrics.jsonl"
-        self.summary_file = path / "summary.json"  # status and final metrics
-        self.progress_file = path / progress_file.NAME  # while it trains
-        self._lock: int | None = None
-        # Before anything is written, as a link would lead the first write elsewhere
-        self._refuse_special_files()
-        for folder in (self.checkpoints, self.plots):
-            make_folder(folder)
-
-    def _refuse_special_files(self) -> None:
-        """Refuse links, named pipes, sockets and devices, because a directory may come from someone else."""
-        # The names that this program or a tracker writes to
-        own = {path for path in vars(self).values() if isinstance(path, Path) and path != self.path}
-        own |= {self.path / name for name in (".lock", "nonfinite", "trackers", "wandb")}
-        for path in sorted({*own, *self.path.glob("metrics_*.csv")}):
-            if path.is_symlink():
-                problem = f"{path} is a link, and a run writes only into its own directory"
-                raise UserError(
-                    str(path), problem, "another directory, or output_root=... to keep runs on another disk"
-                )
-            if path.exists() and not path.is_file() and not path.is_dir():
-                raise UserError(f"{path} is not a regular file")
-
-    def write_overrides(self, overrides: list[str]) -> None:
-        """Store the overrides of the command line as a YAML list, secrets masked."""
-        text = yaml.safe_dump(mask_words(overrides), allow_unicode=True, width=1_000_000)
-        write_atomically(self.overrides_file, text.encode())
-
-    def write_summary(self, summary: dict[str, Any]) -> None:
-        """Store status and final metrics."""
-        error = summary.get("error")
-        write_json(self.summary_file, summary | ({"error": mask_text(error)} if error else {}))
-
-    def forget(self) -> None:
-        """Remove metrics and log, which a run that starts again here will write again."""
-        for path in (self.metrics_file, self.log_file, *self.path.glob("metrics_*.csv"), *self.tensorboard.glob("*")):
-            with writing(path):
-                path.unlink(missing_ok=True)
-
-    def take_metrics(self, source: Path, global_step: int, repeated: Collection[str] = ()) -> None:
-        """Take the metrics of a run, maybe of this one, up to a step, without those of `repeated` splits at it."""
-        copy_until(source / self.metrics_file.name, self.metrics_file, global_step, repeated)
-
-    def lock(self) -> None:
-        """Prevent other processes from writing here until this one ends, however it ends; raises as `hold`."""
-        if self._lock is not None:
-            return
-        self._lock = hold(self.path)
-        # Temporary files of a killed process; the lock excludes that another one uses them.
-        for folder in (self.path, self.plots, self.checkpoints) if self._lock is not None else ():
-            for leftover in folder.glob(".*.tmp"):
-                with contextlib.suppress(OSError):
-                    leftover.unlink()
-
-    def unlock(self) -> None:
-        """Let others write here."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+def refuse_special_files(run: Path) -> None:
+    """Raise a `UserError` for links, named pipes, sockets and devices that a run would write through: others may have made them."""
+    for path in sorted([*(run / name for name in _WRITTEN), *run.glob("metrics_*.csv")]):
+        if path.is_symlink():
+            problem = f"{path} is a link, and a run writes only into its own directory"
+            raise UserError(str(path), problem, "another directory, or output_root=... to keep runs on another disk")
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{path} is not a regular file")

@@ -56,10 +56,8 @@ class FoundRate:
 def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Callable[[], str] = lambda: "") -> FoundRate:
     """Make a range test of so many optimizer steps from the rate `start` to `end`; the run is of no use afterwards.
 
-    `interrupted` returns the name of the signal that asks to stop, or an empty string.
-
-    Raises:
-        UserError: if the optimizer has no rate to scale, there is not enough memory, or the loss hardly falls at any rate.
+    `interrupted` returns the name of the signal that asks to stop, or an empty string. Raises `UserError` if the optimizer
+    has no rate to scale, there is not enough memory, or the loss hardly falls at any rate.
     """
     # The test scales the rate that the user gave, so there has to be one
     node = run.config.optimizer

@@ -4,32 +4,85 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError, first_line
 from runner.base.patterns import matching
+from runner.checkpoint.find import beside
+from runner.checkpoint.weights import Weights, read_weights, weights_sha256
+from runner.config import stored
 from runner.config.rules import ALL_BUT_HEAD, Entry, entries
 from runner.config.schema.sections import ADJUSTMENTS
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
 from runner.engine.freezing import Freezing, Frozen
+from runner.engine.state import list_problems
+from runner.instrument.nested import kind_of
 from runner.instrument.no_trace import evaluating
-from runner.models import heads
-from runner.models.heads import Head, HeadNotFound, replace_head
+from runner.models.heads import Head, HeadNotFound, find_head, replace_head
 from runner.models.initial import draw_weights, set_prior, whiten, zero_last_norms
 from runner.runtime.determinism import refusal
 
-_WHITENED = 5000
+_WHITENED, _SHOWN = 5000, 40
 
 
-def try_forward(model: nn.Module, images: Tensor) -> Tensor:
-    """The output of a model in evaluation mode for images (B, C, H, W); the model and random generators are left as they are."""
-    with evaluating(model), explaining("model", f"cannot take images of shape {tuple(images.shape)}: "):
-        outputs: Tensor = model(images)
-    return outputs
+class Modules(nn.ModuleDict):
+    """A model and the modules that a task adds, which are trained together."""
+
+
+class Misfit(NamedTuple):
+    """A tensor of a model or of a file that does not fit the other."""
+
+    name: str
+    lack: str  # what is wrong
+    given: str  # its shape in the file
+    wanted: str  # its shape in the model
+    in_head: bool
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a new run come from; empty where a checkpoint brings them."""
+
+    schemes: Sequence[str] = ()  # what `init` names
+    path: Path | None = None  # the file of `init_from`
+    sha256: str = ""  # of all its tensors, see `weights_sha256`
+    kind: str = "raw"  # what they are: `raw`, or an average, `ema` or `swa`
+    loaded: int = 0  # number of tensors that were loaded
+    misfits: Sequence[Misfit] = ()  # tensors that were not loaded
+    warnings: Sequence[str] = ()  # files that were skipped while searching
+    others: Mapping[str, InitialWeights] = field(default_factory=dict)  # those of modules that the task adds
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Labels, values and reasons for people."""
+        rows = [("initial", ", ".join(self.schemes), "init")] if self.schemes else []
+        if self.path is not None:
+            average = "" if self.kind == "raw" else f" of the average ({self.kind})"
+            left = f", {len(self.misfits)} skipped because they do not fit" if self.misfits else ""
+            rows.append(("weights", f"{self.loaded} tensors{average}{left}", f"init_from: {self.path}"))
+            rows += [("checkpoint", text, "")] if (text := beside(self.path, "init_from")) else []
+        return rows + [(name, *row[1:]) for name, each in self.others.items() for row in each.rows()]
+
+    def table(self) -> list[list[str]]:
+        """Rows of tensor, what is wrong, shape in the file and shape in the model, with a last one that counts those not shown."""
+        rows = [list(each[:4]) for each in self.misfits[:_SHOWN]]
+        more = len(self.misfits) - _SHOWN
+        return [*rows, [f"and {more} more", "", "", ""]] if more > 0 else rows
+
+    def record(self) -> dict[str, Any]:
+        """What `init_from` loaded, for the summary; empty if it is null."""
+        found: dict[str, Any] = {name: each.record() for name, each in self.others.items()}
+        if self.path is None:
+            return found
+        path = str(self.path.resolve())
+        return {"path": path, "weights_sha256": self.sha256, "kind": self.kind, "tensors": self.loaded, **found}
 
 
 @contextlib.contextmanager
@@ -50,18 +103,18 @@ def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: T
     replace_head(model, head_of(model, image, "model.head"), hidden, outputs)
 
 
-def find_head(model: nn.Module, image: Tensor) -> Head | None:
-    """The head of a model, or None if it cannot be told from the rest."""
-    try:
-        return heads.find_head(model, lambda: try_forward(model, image))
-    except HeadNotFound:
-        return None
-
-
 def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
-    """The head of a model, which `key` needs; `UserError` if it cannot be told from the rest."""
+    """The head of a model, which `key` needs; `UserError` if it cannot be told from the rest.
+
+    It is found with an image (1, C, H, W); the model and random generators are left as they are.
+    """
+
+    def logits() -> Any:
+        with evaluating(model), explaining("model", f"cannot take images of shape {tuple(image.shape)}: "):
+            return model(image)
+
     try:
-        return heads.find_head(model, lambda: try_forward(model, image))
+        return find_head(model, logits)
     except HeadNotFound as error:
         allowed = "a model whose attribute head, fc or classifier ends in a Linear or a 1x1 convolution"
         raise UserError(key, f"no head was found: {error}", allowed) from error
@@ -70,8 +123,7 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
 def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule) -> Sequence[str]:
     """Set initial weights as `init` says; returns the names of the schemes.
 
-    Raises:
-        UserError: if a scheme does not apply to the model.
+    Raises `UserError` if a scheme does not apply to the model.
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     for scheme in sorted(schemes, key=ADJUSTMENTS.count):  # after what would undo them
@@ -105,11 +157,129 @@ def _some_images(data: DataModule) -> Iterator[Tensor]:
     loader.close()
 
 
+def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
+    """Set weights of the model as `init` says, then load those of `init_from` into it, and into modules of the task by name.
+
+    Raises `UserError` if a scheme does not apply to the model, or a file does not fit.
+    """
+    modules = dict(model.items()) if isinstance(model, Modules) else {"model": model}
+    schemes, given = initialize(config, modules["model"], image, data), config.init_from
+    files = dict(given) if isinstance(given, dict) else {"model": given} if given is not None else {}
+    if unknown := [name for name in files if name not in modules]:
+        raise UserError("init_from", f"names '{unknown[0]}', and the task has no such module", ", ".join(modules))
+    if config.task["_target_"] == "runner.tasks.distillation.Distillation" and "teacher" not in files:
+        problem = "names no weights for task.teacher, which would teach at random"
+        raise UserError("init_from", problem, "init_from={teacher: PATH}")
+    head = None
+    if "model" in files and image.numel():
+        with contextlib.suppress(UserError):  # one that cannot be told from the rest may be loaded, too
+            head = head_of(modules["model"], image, "init_from")
+    others = {
+        name: start_from(config, modules[name], head if name == "model" else None, data.classes, name=name, path=path)
+        for name, path in files.items()
+    }
+    initial = others.pop("model", InitialWeights())
+    return replace(initial, schemes=schemes, others=others)
+
+
+def start_from(
+    config: Train, model: nn.Module, head: Head | None, classes: Sequence[str], *, name: str, path: str
+) -> InitialWeights:
+    """Load the weights of a file of `init_from` that fit a module; nothing else of a checkpoint is used.
+
+    Raises `UserError` if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds other values.
+    """
+    given = read_weights(path, Path(config.output_root) / config.name)
+    # A module that the task adds, such as a teacher, is to be what was trained
+    own, policy = model.state_dict(), config.init_mismatch if name == "model" else "raise"
+    tensors = _without_prefix(given.tensors, own, name)
+    # A head of the same shape may still mean other classes, so the names are compared too
+    other_classes = bool(given.classes and classes) and given.classes != tuple(classes)
+    if other_classes and name == "teacher":
+        problem = f"{given.path} is of a model of other classes: {', '.join(given.classes[:5])}"
+        raise UserError("init_from", problem, f"a teacher of {', '.join(classes[:5])}")
+    misfits = _misfits(tensors, own, head, other_classes)
+    left = {each.name for each in misfits}
+    fitting = {name: tensor for name, tensor in tensors.items() if name in own and name not in left}
+    # `head` allows only what follows from other classes; any other misfit suggests the wrong file
+    refused = [each for each in misfits if policy == "raise" or (policy == "head" and not each.in_head)]
+    if refused or not fitting:
+        lacks: dict[str, list[str]] = {}
+        for each in refused or misfits:
+            # Group the names by what is wrong, because one cause usually affects many tensors
+            shapes = f" {each.given} for {each.wanted}" if each.lack == "of another shape" else ""
+            lacks.setdefault(each.lack, []).append(each.name + shapes)
+        told = _other_model(given, config.model) if name == "model" else ""
+        problem = f"the tensors of {given.path} are not those of this {name}{told}: {list_problems(lacks)}"
+        remedies = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
+        remedy = remedies.get(policy, "") if name == "model" else ""
+        raise UserError("init_from", problem, f"{remedy}weights of this {name}")
+    for name, tensor in fitting.items():
+        # Integers instead of floats would be converted silently, and are never what was meant. In a state dict converted to half
+        # precision, counters are floats too.
+        is_counter = name.endswith("num_batches_tracked") and tensor.is_floating_point()
+        if kind_of(tensor) != kind_of(own[name]) and not is_counter:
+            problem = f"the tensor {name} of {given.path} is {tensor.dtype}, and the model's is {own[name].dtype}"
+            raise UserError("init_from", problem, f"{kind_of(own[name])} values of any precision")
+    with torch.no_grad():
+        for name, tensor in fitting.items():
+            own[name].copy_(tensor)
+    digest = weights_sha256(given.tensors)
+    return InitialWeights((), given.path, digest, given.kind, len(fitting), misfits, given.warnings)
+
+
+def _other_model(given: Weights, own: dict[str, Any]) -> str:
+    """Which model a checkpoint holds if it is another one, with the arguments that differ."""
+    theirs = stored.load(given.config, str(given.path)).get("model")
+    if not isinstance(theirs, dict) or "_target_" not in theirs:
+        return ""
+    both = [str(node["_target_"]).rpartition(".")[2] for node in (theirs, own)]
+    keys = [key for key in own if None not in (theirs.get(key), own[key]) and theirs[key] != own[key]]
+    if keys and both[0] == both[1]:
+        both = [f"{both[0]}({', '.join(f'{key}={node[key]}' for key in keys)})" for node in (theirs, own)]
+    return f", as the file holds {both[0]} and the config builds {both[1]}" if keys else ""
+
+
+def _without_prefix(tensors: dict[str, Tensor], own: dict[str, Any], module: str) -> dict[str, Tensor]:
+    """Remove prefixes that all names have and the module's do not, such as `module.` and `_orig_mod.`.
+
+    Of a run whose task has trained further modules, the tensors of the module of this name are taken, or else of the model.
+    """
+    for part in (module, "model"):
+        if not any(name in own for name in tensors) and any(name.startswith(f"{part}.") for name in tensors):
+            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(f"{part}.")}
+    # DDP and torch.compile put a prefix before every name; it is removed only if no name fits as it is
+    while tensors and not any(name in own for name in tensors):
+        first = {name.partition(".")[0] for name in tensors}
+        if len(first) > 1 or not all("." in name for name in tensors):
+            break
+        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _misfits(tensors: dict[str, Tensor], own: dict[str, Any], head: Head | None, other_classes: bool) -> list[Misfit]:
+    found = []
+    for name in dict.fromkeys([*own, *tensors]):
+        given, wanted = tensors.get(name), own.get(name)
+        in_head, lack = head is not None and head.covers(name), ""
+        if isinstance(given, Tensor) and isinstance(wanted, Tensor):
+            if given.shape != wanted.shape:
+                lack = "of another shape"
+            elif in_head and other_classes:
+                lack = "of other classes"
+        elif given is not None:
+            lack = "unexpected"
+        elif isinstance(wanted, Tensor) and not name.endswith(".num_batches_tracked"):  # which older files do not have
+            lack = "missing"
+        shape, own_shape = ("x".join(map(str, getattr(value, "shape", "-"))) or "scalar" for value in (given, wanted))
+        found += [Misfit(name, lack, shape, own_shape, in_head)] if lack else []
+    return found
+
+
 def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     """Decide what is frozen when, as `freeze` and `unfreeze_at` say; what is never trained requires no gradient from now on.
 
-    Raises:
-        UserError: if a pattern matches nothing with weights, or nothing is left to train.
+    Raises `UserError` if a pattern matches nothing with weights, or nothing is left to train.
     """
     parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
     waiting = {parameter for part in parts for parameter in part.parameters}
@@ -128,7 +298,7 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     """The weights and modules that a pattern matches, with everything inside matched modules."""
     own = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name]
     if entry.pattern == ALL_BUT_HEAD:
-        if isinstance(model, nn.ModuleDict):
+        if isinstance(model, Modules):
             allowed = "name patterns, such as [model.features]"
             raise UserError("freeze", "is all-but-head, and the task adds modules to the model", allowed)
         head = head_of(model, image, "freeze")

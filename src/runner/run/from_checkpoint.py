@@ -28,8 +28,8 @@ from runner.engine.state import load_task, load_weights
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim, timestamp
 from runner.run.finetune import explaining
-from runner.run.hardware import choose_hardware
 from runner.run.model import DataFacts, KnownData, build_model, build_modules, build_task, num_classes_of, prepared
+from runner.run.run import choose_hardware
 from runner.runtime.precision import Precision
 from runner.tasks.task import Task
 from runner.tracking.verb_report import Report
@@ -128,12 +128,7 @@ class ResolvedCheckpoint(Generic[T]):
 
     def load_weights(self, model: nn.Module, task: Task, loss: nn.Module | None = None) -> None:
         """Load the selected weights into a model, what belongs to them into a loss, and the state of the task."""
-        weights, kind = self.weights
-        with explaining(str(self.found.path), "", "the task that it was trained with"):
-            load_task(task, self.found.contents)
-        load_weights_of(self.found, model, weights)
-        if loss is not None:
-            load_weights_of(self.found, loss, loss_of(self.found.contents, kind, self.config, loss), "loss")
+        load_weights_of(self.found, self.config, model, loss=loss, task=task, which=self.which)
 
     def restore_model(self, data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
         """The task, and what `build_modules` returns with the selected weights, on the device, in evaluation mode."""
@@ -154,10 +149,8 @@ def resolve_checkpoint(
     """Find the checkpoint that `ckpt_path` names, of a run directory the best one, and apply the command line to its config.
 
     Keys of the verb's schema that `train` does not have come from the command line alone. The components in sections other
-    than `builds` are not imported: a model is used where the packages that trained it are not installed.
-
-    Raises:
-        UserError: with everything that is wrong.
+    than `builds` are not imported: a model is used where the packages that trained it are not installed. Raises `UserError`
+    with everything that is wrong.
     """
     if composition.values.get("ckpt_path") is None:
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
@@ -189,14 +182,26 @@ def config_and_checkpoint(
 
 
 def load_weights_of(
-    found: find.LoadedCheckpoint, model: nn.Module, weights: dict[str, Any], what: str = "model"
-) -> None:
-    """Load weights of a checkpoint into a model, or a loss; raises `UserError` if they do not fit."""
-    try:
-        load_weights(model, weights, what)
-    except ValueError as error:
-        allowed = f"no {what}=... and no {what}.* here: a checkpoint brings its {what}"
-        raise UserError(str(found.path), str(error), allowed) from None
+    found: find.LoadedCheckpoint,
+    config: Train,
+    model: nn.Module,
+    *,
+    loss: nn.Module | None = None,
+    task: Task | None = None,
+    which: Weights = "auto",
+) -> str:
+    """Load the weights of a checkpoint that `which` selects into a model, and what belongs to them into a loss and a task.
+
+    Returns the kind of the weights, see `runner.checkpoint.weights.weights_of`. Raises `UserError` if they do not fit.
+    """
+    weights, kind = weights_of(found.contents, which)
+    with explaining(str(found.path), "", "no model=..., loss=... or task=... here: a checkpoint brings its own"):
+        if task is not None:
+            load_task(task, found.contents)
+        load_weights(model, weights)
+        if loss is not None:
+            load_weights(loss, loss_of(found.contents, kind, config, loss), "loss")
+    return kind
 
 
 def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
@@ -207,14 +212,13 @@ def stored_data(found: find.LoadedCheckpoint) -> dict[str, Any]:
 
 def check_classes(trained: Sequence[str], given: Sequence[str]) -> None:
     """Raise a `UserError` for data whose classes, or their order, are not those that a model was trained on."""
-    names = ", ".join(trained[:20])
-    if len(trained) != len(given):
-        problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
-        raise UserError("data", problem, f"data with the classes {names}")
-    # Sorted names agree for the same classes in another order: accuracy would look like chance
-    if list(trained) != list(given) and sorted(trained) == sorted(given):
+    problem = f"has {len(given)} classes, but the checkpoint was trained on {len(trained)}"
+    if len(trained) == len(given):
+        # Sorted names agree for the same classes in another order: accuracy would look like chance
+        if list(trained) == list(given) or sorted(trained) != sorted(given):
+            return
         problem = "has the checkpoint's classes in another order, so class numbers mean something else"
-        raise UserError("data", problem, f"the order {names}")
+    raise UserError("data", problem, f"data with the classes {', '.join(trained[:20])}")
 
 
 def split_of(data: DataModule, name: str, key: str = "split") -> SplitData:

@@ -22,10 +22,8 @@ def calls_of(protocol: type) -> Calls:
 def require_methods(key: str, target: str, found: Any, calls: Calls, optional: Collection[str] = ()) -> None:
     """Refuse what a component built if it lacks methods or attributes, or its methods take other arguments than `calls` names.
 
-    Of `optional` methods it may lack some, but there has to be one of all. `key` and `target` are the component's.
-
-    Raises:
-        UserError: with what is wrong and what is needed.
+    Of `optional` methods it may lack some, but there has to be one of all. `key` and `target` are the component's. Raises
+    `UserError` with what is wrong and what is needed.
     """
     given = [name for name in calls if callable(getattr(found, name, None))]
     missing = [name for name in calls if name not in given and name not in optional]

@@ -30,8 +30,7 @@ class Monitor(NamedTuple):
 def choose_monitor(config: Train, task: Task) -> Monitor:
     """The metric that decides which evaluation is best; none, if neither the config nor the task names one.
 
-    Raises:
-        UserError: if there is no such metric, or neither it nor the config says which of its values are better.
+    Raises `UserError` if there is no such metric, or neither it nor the config says which of its values are better.
     """
     if (own := task.monitor) is None and config.checkpoint.monitor is None:
         return Monitor("", "min")
@@ -41,11 +40,7 @@ def choose_monitor(config: Train, task: Task) -> Monitor:
 
 
 def expected_monitor(config: Train) -> Monitor:
-    """What `choose_monitor` will say, from the class of the task alone.
-
-    Raises:
-        UserError: if that does not tell it.
-    """
+    """What `choose_monitor` will say, from the class of the task alone; raises `UserError` if that does not tell it."""
     task, start = resolve(config.task["_target_"]), f"val/{prefix(averaging(config))}"
     own = getattr(task, "monitor", None)
     # The task names a metric of the weights; with an average, that of the average is the one to watch
@@ -148,9 +143,7 @@ def check_metrics(config: Train, task: Task, outputs: int, target: torch.Tensor)
     """Try the config's metrics of torchmetrics on two samples: those made for another number of classes refuse them.
 
     `outputs` is the number of the model's for each sample; `target` is that of one sample in the data set, shape (1, ...).
-
-    Raises:
-        UserError: if a metric refuses them.
+    Raises `UserError` if a metric refuses them.
     """
     if config.metrics is None or not target.numel():  # samples of another kind have no single target
         return

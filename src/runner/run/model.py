@@ -24,7 +24,7 @@ from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 from runner.optim.losses import CrossEntropy, Focal
-from runner.run.finetune import explaining, give_head
+from runner.run.finetune import Modules, explaining, give_head
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
@@ -53,15 +53,25 @@ KnownData: TypeAlias = DataModule | DataFacts
 """What a model has to know about the data."""
 
 
-def build_task_model_loss(config: Train, data: DataModule, fetch_weights: bool) -> tuple[Task, nn.Module, nn.Module]:
-    """Build task, model and loss; for `fetch_weights` see `build_model`."""
+def build_task_model_loss(
+    config: Train, data: DataModule, fetch_weights: bool
+) -> tuple[Train, Task, nn.Module, nn.Module]:
+    """Build task, model and loss; for `fetch_weights` see `build_model`.
+
+    The config that is returned has facts from the data (statistics, classes, image shape) instead of null, so that a
+    checkpoint stores them.
+    """
     if data.incompatibilities:
         raise data.incompatibilities[0]
+    config = with_changes(config, {"task": _filled_task(config, data)})
     task = build_task(config, data, fetch_weights)
+    statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
+    filled = _filled(config.model, _model_facts(task.outputs(data.classes), data))
+    config = with_changes(config, statistics | {"model": filled})
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     loss = build_loss(config, task, data)
     _check_targets(task, data)
-    return task, build_modules(task, model, loss), loss
+    return config, task, build_modules(task, model, loss), loss
 
 
 def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Task:
@@ -79,7 +89,7 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
     with _of_bounded_size():  # of a teacher
-        task: Task = build("task", _filled_task(config, data), facts=facts, fetch=fetch_weights)
+        task: Task = build("task", config.task, facts=facts, fetch=fetch_weights)
     # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
     methods = {**calls_of(Task), **STEPS, **SHOWS}
     if any(hasattr(task, name) for name in methods if name != "modules"):
@@ -95,15 +105,10 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
     return task
 
 
-class Modules(nn.ModuleDict):
-    """A model and the modules that a task adds, which are trained together."""
-
-
 def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     """What is trained besides the loss: the model, or a container of it and the modules that the task adds.
 
-    Raises:
-        UserError: if the task adds anything but modules.
+    Raises `UserError` if the task adds anything but modules.
     """
     if not callable(getattr(task, "modules", None)):
         return model
@@ -144,12 +149,8 @@ def build_model(
 ) -> nn.Module:
     """Build the model; of the data only their description has to be there.
 
-    Args:
-        config: the config.
-        task: gives the number of outputs.
-        data: a description of the data.
-        image: gives an image as the model takes it, (1, C, H, W) on the CPU.
-        fetch_weights: False downloads no trained weights, for a model that gets its weights from a checkpoint.
+    `image` gives an image as the model takes it, (1, C, H, W) on the CPU. Without `fetch_weights`, no trained weights are
+    downloaded, for a model that gets its weights from a checkpoint.
     """
     outputs, target = task.outputs(data.classes), str(config.model["_target_"])
     facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1
@@ -164,7 +165,7 @@ def build_model(
         raise UserError("model", problem, f"{others}, or model.in_channels=3 where the task calls a classifier")
     # Hooks see every tensor as it is registered, so an absurd size is refused before its memory is filled
     with _of_bounded_size():
-        model = build("model", _filled(config.model, facts), facts=facts, fetch=fetch_weights)
+        model = build("model", config.model, facts=facts, fetch=fetch_weights)
         if not isinstance(model, nn.Module):
             raise UserError("model._target_", f"{target} gives a {type(model).__name__}", "a torch.nn.Module")
         if head is not None:
@@ -249,16 +250,6 @@ def build_loss(config: Train, task: Task, data: DataModule) -> nn.Module:
     if not isinstance(loss, nn.Module):
         raise UserError("loss", f"is a {type(loss).__name__}", "a torch.nn.Module that takes logits and targets")
     return loss
-
-
-def with_facts(config: Train, task: Task, data: DataModule) -> Train:
-    """The config with facts from the data instead of null, so that a checkpoint stores them: statistics, classes, image shape."""
-    facts = {
-        "task": _filled_task(config, data),
-        "model": _filled(config.model, _model_facts(task.outputs(data.classes), data)),
-    }
-    statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
-    return with_changes(config, statistics | facts)
 
 
 def _label_counts(task: Task, data: DataModule) -> Tensor | None:

@@ -23,11 +23,10 @@ from runner.engine.weight_average import AveragedModel
 from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum
 from runner.optim.schedules import Annealed, Clock
-from runner.run.hardware import Hardware
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.length import RunLength
 from runner.run.metrics import Monitor
 from runner.run.model import modules_of, optimizers_of
+from runner.run.run import Hardware, RunLength
 from runner.runtime.blocks import repeated_blocks
 from runner.tasks.task import Task
 
@@ -45,8 +44,7 @@ def build_state(
 ) -> tuple[TrainState, Kernels]:
     """Everything that training changes, around a model whose weights are where they will be trained.
 
-    Raises:
-        UserError: see `build_optimizer`.
+    For errors see `build_optimizer`.
     """
     # A loss with tensors is trained and saved like the model
     optimizer, kernels = build_optimizer(config, model, loss, _owned(config, task, model, loss))
@@ -97,10 +95,8 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
-    With `owned`, the parameters by the name of their optimizer, there are several optimizers.
-
-    Raises:
-        UserError: if there is nothing to train, or an optimizer refuses its arguments.
+    With `owned`, the parameters by the name of their optimizer, there are several optimizers. Raises `UserError` if there is
+    nothing to train, or an optimizer refuses its arguments.
     """
     if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
         raise UserError("model", "has no trainable parameter")
@@ -123,8 +119,7 @@ def build_optimizer(
 def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[str, list[nn.Parameter]] | None:
     """The trainable parameters by the name of their optimizer, as the task divides them; None for a single optimizer.
 
-    Raises:
-        UserError: if the task and the section `optimizer` name different ones, or a parameter has none or two.
+    Raises `UserError` if the task and the section `optimizer` name different ones, or a parameter has none or two.
     """
     names = [key.partition(".")[2] for key in components_of("optimizer", config.optimizer)]
     if not hasattr(task, "optimizer_steps") and names == [""]:
@@ -134,7 +129,7 @@ def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[
         problem = f"are {', '.join(names)}" if names != [""] else "is one"
         allowed = f"optimizer.{', optimizer.'.join(divided)}" if divided else "optimizers(modules) and optimizer_steps"
         raise UserError("optimizer", f"{problem}, and those of the task are {', '.join(divided) or 'none'}", allowed)
-    owned = {name: _parameters(divided[name]) for name in names}
+    owned = {name: list(_parameters(divided[name])) for name in names}
     named = dict([*model.named_parameters(), *loss.named_parameters("loss")])
     count = Counter(each for own in owned.values() for each in own)
     if wrong := [name for name, each in named.items() if each.requires_grad and count[each] != 1]:
@@ -143,11 +138,12 @@ def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[
     return owned
 
 
-def _parameters(owned: Any) -> list[nn.Parameter]:
-    """The parameters of a module, or of a list of modules and parameters."""
+def _parameters(owned: Any) -> dict[nn.Parameter, None]:
+    """The parameters of a module, or of a list of modules and parameters, each once."""
     parts = [owned] if isinstance(owned, nn.Module) else owned
-    found = [each for part in parts for each in (part.parameters() if isinstance(part, nn.Module) else [part])]
-    return list(dict.fromkeys(found))
+    return dict.fromkeys(
+        each for part in parts for each in (part.parameters() if isinstance(part, nn.Module) else [part])
+    )
 
 
 def _built(
@@ -192,8 +188,7 @@ def _built(
 def build_schedule(config: Train, length: RunLength, monitor: Monitor) -> Schedule:
     """Build the schedule, or one for each of several optimizers.
 
-    Raises:
-        UserError: if one refuses its arguments, is not a schedule, or is that of no optimizer.
+    Raises `UserError` if one refuses its arguments, is not a schedule, or is that of no optimizer.
     """
     nodes = components_of("scheduler", config.scheduler)
     optimizers = components_of("optimizer", config.optimizer)

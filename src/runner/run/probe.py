@@ -17,7 +17,7 @@ from runner.engine.plan import EpochPlan
 from runner.instrument.no_trace import evaluating, no_trace
 from runner.run.finetune import explaining
 from runner.run.model import TAKES_BATCHES, indices_for, model_of, prepared
-from runner.run.step import TaskSteps, steps_of
+from runner.run.step import TaskSteps, scalar, steps_of
 from runner.tasks.task import Task
 
 
@@ -55,7 +55,7 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
         allowed = f"a tensor of shape (1, {outputs}), one output per class or number"
         raise UserError("model", f"gives {got} for one image", allowed)
     with evaluating(model, loss), explaining("loss", "", _FITTING):
-        _scalar(loss(logits, task.targets(data.example[1])), 1)
+        scalar("loss", "gives", loss(logits, task.targets(data.example[1])))
 
 
 def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
@@ -104,7 +104,7 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     if isinstance(logits, Tensor) and not logits.requires_grad:
         _without_gradient("model", model)
     with fits:
-        value = _scalar(loss(logits, task.targets(targets)), copies)
+        value = scalar("loss", "gives", loss(logits, task.targets(targets)))
     yield value
 
 
@@ -112,16 +112,6 @@ _FITTING = "a loss that fits the task and its targets"
 _MIXABLE = "transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
 _ANOMALY = "detect_anomaly=true dry_run=true, which shows the operation of the forward pass"
 _EVALUATES = "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
-
-
-def _scalar(value: Any, samples: int) -> Tensor:
-    """The loss of a batch, which must be a tensor without dimensions."""
-    if not isinstance(value, Tensor) or value.ndim > 0:
-        kind = "None" if value is None else f"a {type(value).__name__}"
-        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{kind}, not a tensor"
-        allowed = "a tensor of shape (), the mean over the samples"
-        raise UserError("loss", f"gives {got}, for {samples} sample{'s' * (samples > 1)}", allowed)
-    return value
 
 
 def _backward(value: Tensor, own: bool) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from runner.base.cores import cores
 from runner.base.errors import ConfigError, Problem, UserError
-from runner.checkpoint import file, find
+from runner.checkpoint import find
 from runner.checkpoint.weights import weights_sha256
 from runner.config import stored
-from runner.config.composition import Composition
 from runner.config.rules import needing_one_process
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
@@ -28,11 +24,9 @@ from runner.distributed.batchnorm import synchronize
 from runner.distributed.sharding import is_sharded, shard
 from runner.distributed.world import World, restarted, started_by_launcher, world
 from runner.instrument.no_trace import evaluating
-from runner.run.hardware import Hardware
-from runner.run.model import Modules
-from runner.run.run import Run
-from runner.run.run_record import RunRecord
-from runner.run.setup import Setup
+from runner.run.finetune import Modules
+from runner.run.run import Hardware, Run
+from runner.run.run_directory import Job, RunDirectory
 from runner.runtime.blocks import Block, named_blocks, repeated_blocks
 from runner.tasks.task import Task
 
@@ -41,27 +35,17 @@ _COMPARED = (1, 10, 100, 1000)  # steps after which buffers are compared
 _WEIGHTS = "different initial weights"
 
 
-def job_of(composition: Composition, setup: Setup, directory: Path) -> tuple[Composition, Setup, Path, Path | None]:
-    """What every rank of a run gets, pickled: nothing is composed or looked for again."""
-    checkpoint = setup.found.path if setup.found else None
-    return composition, dataclasses.replace(setup, found=None, again=None), directory, checkpoint
-
-
-def setup_of_rank(setup: Setup, directory: Path, checkpoint: Path | None) -> Setup:
-    """The setup on a rank, which reads the checkpoint itself: after a restart the newest one of the run."""
-    found = None
-    if restarted() and find.named(directory / "checkpoints", "last"):
-        found = find.load(str(directory), directory.parent, prefer="last", later=True)
-    elif checkpoint is not None:
-        found = find.LoadedCheckpoint(checkpoint, file.read(checkpoint, later=True), [])
-    return dataclasses.replace(setup, found=found)
+def checkpoint_of_rank(job: Job) -> find.LoadedCheckpoint | None:
+    """The checkpoint that a rank resumes from, which it reads itself: after a restart the newest one of the run."""
+    saved = restarted() and find.named(job.path / "checkpoints", "last")
+    path = job.path if saved else job.checkpoint
+    return find.load(str(path), job.path.parent, prefer="last", later=True) if path else None
 
 
 def count_ranks(config: Train) -> int:
     """How many processes `devices` asks for on this machine.
 
-    Raises:
-        UserError: if there are not so many GPUs, or far fewer cores.
+    Raises `UserError` if there are not so many GPUs, or far fewer cores.
     """
     gpus = torch.cuda.device_count() if config.device in ("auto", "cuda") else 0
     devices = config.devices
@@ -80,8 +64,7 @@ def count_ranks(config: Train) -> int:
 def check_one_process(config: Train) -> None:
     """Check a config once the number of processes is known, which `devices=auto`, torchrun and SLURM decide.
 
-    Raises:
-        ConfigError: if there are several, and the config asks for what needs a single one.
+    Raises `ConfigError` if there are several, and the config asks for what needs a single one.
     """
     size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
     if size > 1:
@@ -138,14 +121,13 @@ def uneven_loss(loss: nn.Module, task: Task, data: DataModule) -> list[str]:
 def check_same(run: Run, world: World) -> None:
     """Check that all ranks have the same config, data and initial weights.
 
-    Raises:
-        UserError: naming the first rank that differs from rank 0.
+    Raises `UserError` naming the first rank that differs from rank 0.
     """
     # Differences found here have a message; found later, they would be silent or hang a collective call
     if world.size == 1:
         return
-    own = {"a different version of torch": torch.__version__, "different data": _digest(repr(run.data.fingerprint()))}
-    own |= {"a different config": _digest(stored.dump(run.config))}
+    own = {"a different version of torch": torch.__version__, "different data": repr(run.data.fingerprint())}
+    own |= {"a different config": stored.dump(run.config)}
     # The weights of a sharded model were compared before they were divided
     loss = {f"loss/{name}": tensor for name, tensor in run.state.loss.state_dict().items()}
     own |= {_WEIGHTS: weights_sha256(loss | ({} if is_sharded(run.model) else run.model.state_dict()))}
@@ -160,10 +142,6 @@ def _require_same(own: dict[str, str], world: World) -> None:
             raise UserError("devices", problem, "the same files, packages and environment for every rank")
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def gathered_apart(model: nn.Module, patterns: Sequence[str] | None) -> tuple[list[Block], list[str]]:
     """The blocks of `fsdp.blocks` whose weights FSDP gathers one block at a time, and the names of those where it cannot.
 
@@ -172,14 +150,13 @@ def gathered_apart(model: nn.Module, patterns: Sequence[str] | None) -> tuple[li
     blocks = repeated_blocks(model)
     if patterns is not None:
         blocks = named_blocks(model, patterns, "fsdp.blocks", "null")
-    places = _places(model)
-    shared = [name for name, block in blocks if any(places[weight] > n for weight, n in _places(block).items())]
+
+    def places(root: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(weight for module in root.modules() for weight in module.parameters(recurse=False))
+
+    everywhere = places(model)
+    shared = [name for name, block in blocks if any(everywhere[each] > n for each, n in places(block).items())]
     return [(name, block) for name, block in blocks if name not in shared], shared
-
-
-def _places(model: nn.Module) -> Counter[nn.Parameter]:
-    """In how many modules each weight is."""
-    return Counter(weight for module in model.modules() for weight in module.parameters(recurse=False))
 
 
 def shard_model(
@@ -234,8 +211,8 @@ def shard_model(
 class RankBuffers:
     """A callback that warns once of buffers that differ between ranks, but for running statistics of normalisation layers."""
 
-    def __init__(self, run: Run, record: RunRecord) -> None:
-        self._roots, self._warn, self._steps = (run.model, run.loss), record.console.warn, 0
+    def __init__(self, run: Run, directory: RunDirectory) -> None:
+        self._roots, self._warn, self._steps = (run.model, run.loss), directory.console.warn, 0
 
     def on_step(self, loop: Any) -> None:
         """Compare them."""

@@ -1,9 +1,9 @@
-"""What a run is made of before its first step; `runner.train.build_run` builds it."""
+"""What a run is made of before its first step: where it computes, how long it is, and what `runner.train.build_run` builds."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,22 +13,97 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import components_of
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
-from runner.engine.plan import EpochPlan
+from runner.engine.plan import EpochPlan, Limits, Timeline
 from runner.engine.position import Position
 from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, Supervised
 from runner.instrument.flops import Flops, count_flops
 from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels
-from runner.run.hardware import Hardware
-from runner.run.init_from import InitialWeights
-from runner.run.length import RunLength
+from runner.run.finetune import InitialWeights
 from runner.run.metrics import Monitor, stops_early
 from runner.run.model import model_of
+from runner.runtime.device import choose_device, configure_torch, prepare_repeating
 from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics, kind_of
-from runner.runtime.precision import Precision
+from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where a run computes, and how precisely."""
+
+    device: torch.device
+    reason: str  # why it was chosen
+    precision: Precision  # of forward passes
+    warnings: list[str]  # settings without effect here
+
+
+def choose_hardware(config: Train) -> Hardware:
+    """Choose device and precision, and set torch's switches."""
+    prepare_repeating(config.deterministic)  # before the device is used for the first time
+    device, reason = choose_device(config.device)
+    warnings = set_switches(config, device)
+    return Hardware(device, reason, choose_precision(config.amp, device, config.dtype), warnings)
+
+
+def set_switches(config: Train, device: torch.device) -> list[str]:
+    """Set torch's process-wide switches; returns warnings about those without effect."""
+    return configure_torch(
+        device,
+        threads=config.threads,
+        deterministic=config.deterministic,
+        cudnn_benchmark=config.cudnn_benchmark,
+        tf32=config.tf32,
+        detect_anomaly=config.detect_anomaly,
+        matmul_precision=config.matmul_precision,
+    )
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """How long a run is."""
+
+    plan: EpochPlan  # how an epoch divides into batches and steps
+    timeline: Timeline  # where epochs begin, also those of a resumed run that had another number of steps
+    limits: Limits  # when training ends, and when it is evaluated
+    total_steps: int  # optimizer steps of the whole run
+
+    def swa_start(self, swa: float) -> int:
+        """The optimizer step after which SWA begins, given as a share of the run, or from 1 on in epochs."""
+        if swa >= 1:
+            return round(self.timeline.step(swa))
+        if self.timeline.turns and self.limits.epochs_decide(self.timeline):
+            return round(self.timeline.step(swa * self.timeline.scaled(self.total_steps) / self.timeline.steps))
+        return round(swa * self.total_steps)
+
+
+def plan_length(config: Train, data: DataModule, start: Position | None) -> RunLength:
+    """Plan the epochs and steps of a run that starts at `start`, or at its beginning."""
+    size = config.data.samples_a_batch
+    plan = EpochPlan(
+        samples=data.train.samples,
+        batch_size=size,
+        accumulate=config.accumulate,
+        drop_last=config.data.drop_last,
+        limit=config.limit.train_batches,
+    )
+    # An epoch of other data may be shorter than the position, which would be outside it
+    if start is not None and start.batch >= max(1, plan.batches):
+        problem = f"the checkpoint is at batch {start.batch} of an epoch, and an epoch of this data has {plan.batches}"
+        allowed = "the data that the run was trained on, or a checkpoint from the end of an epoch"
+        raise UserError("ckpt_path", problem, allowed)
+    if plan.batches == 0:
+        problem = f"{size} is more than the {plan.samples} training samples, and data.drop_last=true leaves no batch"
+        raise UserError("data.batch_size", problem, "a smaller data.batch_size, or data.drop_last=false")
+    # The whole length is known before the first step: schedules and the progress bar need it
+    limits = Limits(config.epochs, config.max_steps, config.evaluate.every_epochs, config.evaluate.every_steps)
+    total = limits.total_steps(plan, start)
+    if total < 1 and start is not None:
+        problem = f"is {config.epochs}, and the checkpoint has completed {start.epoch} epochs of {plan.steps} steps"
+        raise UserError("epochs", problem, f"epochs={start.epoch + 1} or more to train on")
+    return RunLength(plan, Timeline.of(start or Position(), plan), limits, total)
 
 
 @dataclass
@@ -50,35 +125,20 @@ class Run:
     initial: InitialWeights  # where the weights come from
     warnings: list[str]  # settings without effect, and what else people should know
 
-    @property
-    def model(self) -> nn.Module:
-        """What is trained."""
-        return self.state.model
+    # Parts of these that are used often
+    model: nn.Module = field(init=False)  # what is trained
+    steps: Any = field(
+        init=False
+    )  # computes loss and outputs of a batch: `runner.engine.step.Supervised` or `TaskSteps`
+    device: torch.device = field(init=False)
+    precision: Precision = field(init=False)  # of forward passes
+    plan: EpochPlan = field(init=False)  # how an epoch divides into batches and steps
+    total_steps: int = field(init=False)  # optimizer steps of the whole run
 
-    @property
-    def steps(self) -> Any:
-        """How the loss and the outputs of a batch are computed: `runner.engine.step.Supervised` or `runner.run.step.TaskSteps`."""
-        return self.parts.objective
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is trained."""
-        return self.hardware.device
-
-    @property
-    def precision(self) -> Precision:
-        """What forward passes are computed in."""
-        return self.hardware.precision
-
-    @property
-    def plan(self) -> EpochPlan:
-        """How an epoch divides into batches and steps."""
-        return self.length.plan
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.length.total_steps
+    def __post_init__(self) -> None:
+        self.model, self.steps = self.state.model, self.parts.objective
+        self.device, self.precision = self.hardware.device, self.hardware.precision
+        self.plan, self.total_steps = self.length.plan, self.length.total_steps
 
 
 def hardware_metrics_of(run: Run) -> HardwareMetrics:
@@ -104,8 +164,7 @@ def training_flops(run: Run, position: Position | None = None, samples: int = 2)
 def validate_limits(run: Run) -> list[str]:
     """Warnings about what is never trained, and what the whole run never comes to; not for a few steps only.
 
-    Raises:
-        UserError: if the weights cannot be averaged as `swa` says, or something waits for evaluations that never happen.
+    Raises `UserError` if the weights cannot be averaged as `swa` says, or something waits for evaluations that never happen.
     """
     config, timeline, total_steps, warnings = run.config, run.length.timeline, run.total_steps, []
     samples, batch_size = run.data.train.samples, run.plan.batch_size

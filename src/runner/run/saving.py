@@ -33,11 +33,12 @@ from runner.engine.errors import Diverged, Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState, not_finite
 from runner.instrument.no_trace import evaluating
+from runner.run.evaluation import Predictions
 from runner.run.interfaces import calls_of, require_methods
-from runner.run.outputs import Predictions
 from runner.run.run import Run
-from runner.run.run_record import RunRecord
+from runner.run.run_directory import RunDirectory
 from runner.tracking.environment import versions
+from runner.tracking.jsonl import copy_until
 from runner.tracking.loggers import JsonLines, Logger, Watched
 from runner.tracking.reporting import MetricsBuffer
 
@@ -53,7 +54,7 @@ class Saving:
     def __init__(
         self,
         run: Run,
-        record: RunRecord,
+        directory: RunDirectory,
         *,
         callbacks: dict[str, Any],
         loggers: Sequence[Logger],
@@ -61,7 +62,7 @@ class Saving:
         clock: Callable[[], float],
     ) -> None:
         settings = run.config.checkpoint
-        self.manager = CheckpointManager(record.directory.checkpoints, settings.keep, world().first)
+        self.manager = CheckpointManager(directory.checkpoints, settings.keep, world().first)
         self.callback = Checkpointing(  # decides when to save
             every_steps=settings.every_steps,
             every_epochs=settings.every_epochs,
@@ -71,7 +72,7 @@ class Saving:
             check=self._check,
             clock=clock,
         )
-        self._run, self._record, self._callbacks = run, record, callbacks
+        self._run, self._directory, self._callbacks = run, directory, callbacks
         self._loggers, self._buffer = loggers, buffer
         # Facts that do not change during a run; with them, a checkpoint can be used without its run directory
         self.config_text = stored.dump(run.config)
@@ -86,7 +87,7 @@ class Saving:
 
     def begin(self, loop: Loop) -> None:
         """Check before the first step that checkpoints fit on the disk."""
-        state, folder = loop.state, self._record.directory.checkpoints
+        state, folder = loop.state, self._directory.checkpoints
         # Buffers that a model keeps non-finite on purpose, such as masks of -inf, do not mean divergence
         trained = {name for name, _ in state.named_parameters()}
         of_loss = {f"loss.{name}": tensor for name, tensor in state.loss.state_dict().items()}
@@ -100,7 +101,7 @@ class Saving:
         require_space(folder, weights)
         # A checkpoint has the weights, two moments of each as Adam keeps them, and the average if there is one
         if warning := scarce(folder, weights * (3 + (state.averaged is not None)), self.manager.keep):
-            self._record.console.warn(warning)
+            self._directory.console.warn(warning)
 
     def end(self, loop: Loop) -> None:
         """Wait until everything is written, and write a checkpoint if there is none yet."""
@@ -110,18 +111,15 @@ class Saving:
             self._background.wait()
         world().gather(None)  # so that all see the same best checkpoint
 
-    def resume(self, found: LoadedCheckpoint, continued: bool) -> list[str]:
+    def resume(self, found: LoadedCheckpoint) -> list[str]:
         """Put the run back to a checkpoint, with its best checkpoint and the metrics up to it; returns warnings.
 
-        `continued` says whether the checkpoint lies in this run's own directory.
-
-        Raises:
-            UserError: if it was trained on other data, or is of another model or optimizer.
+        Raises `UserError` if it was trained on other data, or is of another model or optimizer.
         """
         data, ignore = self._run.data, self._run.config.data.identity == "ignore"
         # Other data would make the position in the epoch and the metrics meaningless, so they are compared first
         warnings = compare_data(found.contents, data, self._known["data"], self._known["sources"], ignore)
-        state, monitor, directory = self._run.state, self._run.monitor, self._record.directory
+        state, monitor, directory = self._run.state, self._run.monitor, self._directory
         saved = loss_of(found.contents, "raw", self._run.config, state.loss)
         resume.restore(found._replace(contents=found.contents | {"loss": saved}), state, self._callbacks)
         path, best, step = found.path.resolve(), state.best, state.position.global_step
@@ -131,18 +129,19 @@ class Saving:
             warnings.append(f"the best evaluation was by {best.metric} ({best.mode}); from now on {now}")
             state.best = None
         # The file of the best weights belongs to the state: without it, the value would have no weights
-        elif best is not None and not world().decide(lambda: resume.carry_best(path, self.manager, best.global_step)):
+        elif best is not None and not world().decide(lambda: self.manager.carry_best(path, best.global_step)):
             warnings.append("the checkpoint of the best evaluation is missing: the best one is determined again")
             state.best = None
-        if continued:
+        if directory.continued:
             self.manager.name(path, self.manager.last)  # later ones belong to a future that is computed again
         elif path.parent.name == directory.checkpoints.name:  # one that was moved has no metrics beside it
-            directory.take_metrics(path.parents[1], step)
+            copy_until(path.parents[1] / directory.metrics_file.name, directory.metrics_file, step)
         if state.best is None and self.manager.writes:
             self.manager.best.unlink(missing_ok=True)  # of an evaluation that does not count any more
         # Lines logged after the checkpoint are logged again, so they are removed: each appears once. So are those of splits
         # that are evaluated at this very step, where an earlier attempt may have done so already.
-        directory.take_metrics(directory.path, step, ("test", "val") if state.position.evaluation_due else ("test",))
+        repeated = ("test", "val") if state.position.evaluation_due else ("test",)
+        copy_until(directory.metrics_file, directory.metrics_file, step, repeated)
         return warnings
 
     def _save(self, loop: Loop, is_best: bool, earlier_best: dict[str, Any] | None = None) -> None:
@@ -152,7 +151,7 @@ class Saving:
         self._buffer.empty()
         for logger in self._loggers:
             logger.flush()
-        summary = copy.deepcopy(self._record.update(loop.state, self._run.monitor.metric))
+        summary = copy.deepcopy(self._directory.update(loop.state, self._run.monitor.metric))
         # Only rank 0 writes, but all ranks took part in collecting the state
         if not self.manager.writes:
             return
@@ -170,7 +169,7 @@ class Saving:
             if name := self._not_finite(contents):
                 raise Diverged(f"{name} is not finite after step {step}; it was not saved")
             self.manager.save(contents, step, is_best)
-            self._record.directory.write_summary(summary)
+            self._directory.write_summary(summary)
 
         if background:
             self._background.start(write)
@@ -228,7 +227,7 @@ class Saving:
         except (UserError, Diverged) as error:
             if failed is None or isinstance(failed, Preempted | Interrupted):
                 raise
-            self._record.console.warn(f"and then: {error}")  # the failure before is the one to report
+            self._directory.console.warn(f"and then: {error}")  # the failure before is the one to report
         finally:
             self._background.close()
 
@@ -256,12 +255,12 @@ def _drawn(run: Run) -> list[Tensor]:
     return [row["picture"] for row in rows]
 
 
-def open_loggers(loggers: Sequence[Logger], record: RunRecord, step: int | None, ending: ExitStack) -> None:
+def open_loggers(loggers: Sequence[Logger], directory: RunDirectory, step: int | None, ending: ExitStack) -> None:
     """Open loggers until `ending`, at the step that a run continues from."""
     for logger in loggers:
         ending.callback(logger.close)
-        logger.open(record.directory.path, step)
-        record.endings += [logger.finish] if hasattr(logger, "finish") else []
+        logger.open(directory.path, step)
+        directory.endings += [logger.finish] if hasattr(logger, "finish") else []
 
 
 def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:

@@ -1,4 +1,4 @@
-"""What a run is asked to do: by the command line, a checkpoint, or the same command given before."""
+"""Decides what a run is asked to do: by the command line, a checkpoint, or the same command given before."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import functools
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.base import slurm
 from runner.base.errors import ConfigError, UserError
-from runner.base.reading import read_overrides, read_regular, read_summary
+from runner.base.reading import read_json, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_words
 from runner.checkpoint import find
-from runner.config import keys
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
@@ -25,42 +23,34 @@ from runner.config.output_folders import holds_run
 from runner.config.schema.train import Train
 from runner.config.stored import resolve_with_checkpoint, settings_changed
 from runner.distributed.world import restarted
-from runner.run.directory import RunDirectory, slurm_job, unfinished
+from runner.run.directory import refuse_special_files
+from runner.run.run_directory import RunDirectory
 
 
-@dataclass
-class Setup:
-    """What a run is asked to do."""
-
-    config: Train
-    found: find.LoadedCheckpoint | None = None  # the checkpoint to resume from
-    differences: list[tuple[str, str, str]] = field(default_factory=list)  # (key, before, after) on the command line
-    again: RunDirectory | None = None  # the directory of the run that `resume=auto` resumes, or starts again
-    finished: RunDirectory | None = None  # the same if that run has finished
-    warnings: list[str] = field(default_factory=list)  # runs and checkpoints that were skipped
-
-
-def resolve(composition: Composition) -> Setup:
+def decide(directory: RunDirectory) -> None:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
-    ckpt_path, again, warnings = composition.values.get("ckpt_path"), None, list[str]()
+    composition = directory.composition
+    ckpt_path = composition.values.get("ckpt_path")
     # Look for an earlier run of this command to continue: resume=auto, or a job that the scheduler started again
     if composition.resumes or restarted():
         # A job of a sweep begins with the checkpoint, and resumes from its own.
         if ckpt_path is not None and composition.values.get("resume") == "auto" and composition.job_dir is None:
             raise UserError("resume", "is auto, which finds the checkpoint by itself, and ckpt_path names one")
-        again, warnings = to_continue(composition)
+        again, directory.warnings = to_continue(composition)
         # A finished run is not trained again, and its weights are not read: the caller reports it
-        if again is not None and (read_summary(again.path) or {}).get("status") == "finished":
-            return Setup(resolve_config(composition, Train), finished=again)
+        if again is not None and (read_summary(again) or {}).get("status") == "finished":
+            directory.config, directory.finished = resolve_config(composition, Train), again
+            return
+        directory.again = again
         # A run that was killed before its first checkpoint has nothing to resume: it begins again in its directory
-        if again is not None and find.resumable(again.path):
-            ckpt_path = again.path
+        if again is not None and find.resumable(again):
+            ckpt_path = again
     if ckpt_path is None:
-        config = resolve_config(composition, Train)
+        directory.config = resolve_config(composition, Train)
         # An earlier run may have had them, and a new one is refused
-        if again is None and (problems := statistics_of_others(config, composition)):
+        if directory.again is None and (problems := statistics_of_others(directory.config, composition)):
             raise ConfigError(problems)
-        return Setup(config, again=again, warnings=warnings)
+        return
     found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
     # From here on, a checkpoint is used: its config comes first, and the command line changes it
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
@@ -68,25 +58,63 @@ def resolve(composition: Composition) -> Setup:
     gone = [key[:-9] for key, _, now in differences if now == "-" and re.fullmatch(r"logger\.[^.]+\._target_", key)]
     if gone and "logger" not in map(key_of, composition.overrides):
         differences = [each for each in differences if each[0] != "logger" and not within(each[0], gone)]
-        warnings.append(f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it")
+        left = f"{', '.join(gone[:3])}: not taken from the checkpoint; logger= on the command line sets it"
+        directory.warnings.append(left)
     # Some changes would make the state of the checkpoint meaningless; they are refused before anything is built
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
-    return Setup(config, found, differences, again, warnings=[*warnings, *found.warnings])
+    directory.config, directory.found, directory.differences = config, found, differences
+    directory.warnings += found.warnings
 
 
-def to_continue(composition: Composition) -> tuple[RunDirectory | None, list[str]]:
+def to_continue(composition: Composition) -> tuple[Path | None, list[str]]:
     """The run that `resume=auto` means, and warnings about others that were skipped.
 
     It is the run in the folder that Hydra was given, or the newest unfinished one of this command.
     """
     fixed = composition.job_dir or composition.run_dir
     if fixed is not None:
-        return (RunDirectory(fixed) if (fixed / "summary.json").is_file() else None), []
+        return (fixed if (fixed / "summary.json").is_file() else None), []
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     unlike = _compared_with(composition)
-    return unfinished(composition.runs, lambda run: of_job in (None, slurm_job(run)) and not unlike(run))
+    return unfinished(composition.runs, lambda run: of_job in (None, _slurm_job(run)) and not unlike(run))
+
+
+def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[Path | None, list[str]]:
+    """The newest run in `runs` that is the `same` and has not finished, unless a newer one has, and warnings.
+
+    Directories that cannot be read or used are skipped with a warning, because they may belong to someone else.
+    """
+    skipped, finished = list[str](), list[Path]()  # finished ones are compared only if it matters, as that takes time
+
+    # A run that cannot be read is skipped with a warning, as an older one may be fine
+    def fits(run: Path) -> bool:
+        try:
+            if not same(run):
+                return False
+            if os.path.lexists(run / "summary.json") and read_summary(run) is None:
+                raise ValueError("summary.json cannot be read")
+            refuse_special_files(run)
+        except (ValueError, UserError) as error:
+            skipped.append(f"resume=auto skips {run}: {error}")
+            return False
+        return True
+
+    # Every run has this file, because it is written first
+    for run in sorted((path.parent for path in runs.glob("*/overrides.yaml")), key=find.recency, reverse=True):
+        if (read_summary(run) or {}).get("status") == "finished":
+            # A finished run that is newer than the unfinished one wins: what was interrupted was done again
+            finished.append(run)
+        elif fits(run):
+            return (None if any(map(fits, finished)) else run), skipped
+    return None, skipped
+
+
+def _slurm_job(run: Path) -> str:
+    """The number of the SLURM job that a run began in; an empty string if there was none."""
+    variables = read_json(run / "environment.json").get("variables")
+    return str(variables.get("SLURM_JOB_ID", "")) if isinstance(variables, dict) else ""
 
 
 def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
@@ -104,7 +132,7 @@ def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
             words = {*words_without(read_overrides(folder))} ^ {*mask_words(composition.overrides)}
         except (OSError, ValueError, UserError) as error:
             raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-        return sorted({keys.key_of(word) for word in words} - {"resume"})
+        return sorted({key_of(word) for word in words} - {"resume"})
 
     return unlike
 
@@ -124,8 +152,3 @@ def why_occupied(composition: Composition) -> UserError | None:
     other = f", or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
     allowed = f"its command, another folder{other if find.resumable(fixed) else ''}"
     return UserError("resume", f"is auto, and {fixed} holds a run {reason}", allowed) if reason else None
-
-
-def is_inside(found: find.LoadedCheckpoint | None, path: Path) -> bool:
-    """Whether a checkpoint that was found lies in a run's directory."""
-    return found is not None and path.resolve() in found.path.resolve().parents

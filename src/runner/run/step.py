@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from runner.engine.state import TrainState
 from runner.engine.step import StepConfig, StepFunction, Supervised, train_step
 from runner.engine.window import WindowStep, needs_window
 from runner.optim.kernels import plain_step
-from runner.run.hardware import Hardware
 from runner.run.model import modules_of, optimizers_of
+from runner.run.run import Hardware
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import STEPS, Task
 
@@ -70,10 +71,6 @@ class TaskSteps:
             if not first:
                 return
 
-    def after_step(self) -> None:
-        """Let the task go on from the updated weights."""
-        self._task.after_step(self.modules)
-
     def feed(self, data: Any) -> None:
         """Send a batch through the modules."""
         self.evaluated(data)
@@ -103,10 +100,15 @@ def _loss_and_terms(given: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
         if value.ndim or name in _RESERVED:
             problem = f"its {step} gives '{name}' of shape {tuple(value.shape)}"
             raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
-    if not isinstance(loss, Tensor) or loss.ndim > 0:
-        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise UserError("task", f"its {step} gives {got} as the loss", "a tensor of shape (), the mean of the batch")
-    return loss, terms
+    return scalar("task", f"its {step} gives", loss), terms
+
+
+def scalar(key: str, gives: str, loss: Any) -> Tensor:
+    """The loss of a batch, which must be a tensor without dimensions; `key` and `gives` say what gave it."""
+    if isinstance(loss, Tensor) and not loss.ndim:
+        return loss
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    raise UserError(key, f"{gives} {got} as the loss", "a tensor of shape (), the mean of the batch")
 
 
 def _has(task: Any, name: str) -> bool:
@@ -126,7 +128,7 @@ def build_parts(
     """What a step consists of."""
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
-    steps = steps_of(task, state.model, loss)
+    steps, after_step = steps_of(task, state.model, loss), getattr(task, "after_step", None)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
             raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
@@ -141,7 +143,7 @@ def build_parts(
         equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
-        after_step=steps.after_step if isinstance(steps, TaskSteps) and _has(task, "after_step") else None,
+        after_step=partial(after_step, steps.modules) if isinstance(steps, TaskSteps) and after_step else None,
     )
 
 
@@ -178,8 +180,7 @@ def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list
 def build_step(config: Train, state: TrainState) -> StepFunction:
     """What trains on a batch: `train_step`, or a step that needs whole windows.
 
-    Raises:
-        UserError: if the optimizer needs whole windows, and a setting cannot be combined with that.
+    Raises `UserError` if the optimizer needs whole windows, and a setting cannot be combined with that.
     """
     if not needs_window(state.optimizer):
         return train_step

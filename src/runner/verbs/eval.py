@@ -86,7 +86,7 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
     report.warnings(text for text in splits.warnings if text.startswith("data.image_size"))
     with contextlib.closing(splits):
         split = split_of(splits, config.split)
-        task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
+        _, task, model, loss = build_task_model_loss(config, splits, fetch_weights=False)
         place(model, loss, device, config.channels_last, precision.weights)
         # A model that does not fit the data is a sentence before the first batch.
         attributes = SavedAttributes(task)

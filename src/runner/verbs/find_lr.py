@@ -9,7 +9,6 @@ from pathlib import Path
 from runner.base.files import write_atomically, write_json
 from runner.base.secrets import mask_words
 from runner.checkpoint import resume
-from runner.checkpoint.weights import loss_of
 from runner.config import stored
 from runner.config.composition import Composition
 from runner.config.schema.verbs import FindLr
@@ -35,9 +34,7 @@ def run(composition: Composition) -> float:
     with contextlib.closing(training.data):
         # With a checkpoint, the test starts from its weights: the best rate depends on them
         if found is not None:
-            load_weights_of(found, training.model, found.contents["model"])
-            saved = loss_of(found.contents, "raw", config, training.loss)
-            load_weights_of(found, training.loss, saved, "loss")
+            load_weights_of(found, config, training.model, loss=training.loss, which="raw")
             # The test freezes what is frozen at the checkpoint's position.
             training.state.position = resume.made_of(found, "position", Position)
         given = composition.job_dir or composition.run_dir

@@ -17,10 +17,10 @@ from runner.checkpoint import find
 from runner.config.composition import Composition
 from runner.distributed.world import joined, started_by_launcher, world
 from runner.engine.errors import Preempted
-from runner.run.dry_run import dry_run
-from runner.run.ranks import check_one_process, count_ranks, device_of_rank, job_of, setup_of_rank
-from runner.run.run_record import RunRecord
-from runner.run.setup import Setup, resolve, why_occupied
+from runner.run.describe import dry_run
+from runner.run.ranks import check_one_process, checkpoint_of_rank, count_ranks, device_of_rank
+from runner.run.run_directory import Job, RunDirectory
+from runner.run.setup import decide, why_occupied
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.train import build_run, train
@@ -33,67 +33,65 @@ def run(composition: Composition) -> float | None:
     Raises `SystemExit` with the exit code, unless the job finished or is one of a sweep.
     """
     if mistake := why_occupied(composition):
-        RunRecord(composition).complain(str(mistake))
+        RunDirectory(composition).complain(str(mistake))
         raise SystemExit(USAGE)
-    record, value = run_composition(composition)
-    record.finish()
+    directory, value = run_composition(composition)
+    directory.finish()
     return value
 
 
-def run_composition(composition: Composition) -> tuple[RunRecord, float | None]:
-    """Run one job; returns its record, which tells how it ended, and the best value of the monitored metric."""
+def run_composition(composition: Composition) -> tuple[RunDirectory, float | None]:
+    """Run one job; returns its directory, which tells how it ended, and the best value of the monitored metric."""
     # A rank gets signals from its launcher and from the scheduler, so a second one must not end it
     patient = started_by_launcher() or composition.supervised
-    record, signals, value = RunRecord(composition), StopSignals(patient), None
+    directory, signals, value = RunDirectory(composition), StopSignals(patient), None
     try:
-        with signals, operations_named(lambda text: record.console.warn(text)):
+        with signals, operations_named(lambda text: directory.console.warn(text)):
             # A job of a sweep has its directory first, so that whatever fails is recorded there
-            record.reserve()
-            setup = resolve(composition)
-            check_one_process(setup.config)
-            if setup.config.max_time is not None:
-                signals.limit(seconds(setup.config.max_time), f"max_time={setup.config.max_time}")
+            directory.reserve()
+            decide(directory)
+            config = directory.config
+            check_one_process(config)
+            if config.max_time is not None:
+                signals.limit(seconds(config.max_time), f"max_time={config.max_time}")
             # A dry run leaves nothing behind: it opens no directory and makes no cache
-            if setup.config.dry_run:
-                build = functools.partial(build_run, make_cache=False, fresh=setup.found is None)
-                dry_run(setup.config, build, record.console)
+            if config.dry_run:
+                build = functools.partial(build_run, make_cache=False, fresh=directory.found is None)
+                dry_run(config, build, directory.console)
             # A run that has finished is not trained again
-            elif setup.finished is not None:
-                return record, record.leave(setup.finished)
+            elif directory.finished is not None:
+                return directory, directory.leave()
             else:
-                record.open(setup)
-                value = _train(setup, record, signals)
-        record.summary["status"] = "pruned" if "pruned" in record.summary else "finished"
+                directory.open()
+                value = _train(directory, signals)
+        directory.summary["status"] = "pruned" if "pruned" in directory.summary else "finished"
     except (Exception, SystemExit) as error:
-        record.fail(error)
+        directory.fail(error)
     finally:
-        record.close()
-    return record, value
+        directory.close()
+    return directory, value
 
 
-def _train(setup: Setup, record: RunRecord, signals: StopSignals) -> float | None:
+def _train(directory: RunDirectory, signals: StopSignals) -> float | None:
     """Train here, or with other ranks."""
-    size, directory = count_ranks(setup.config), record.directory.path
+    config, job = directory.config, directory.job()
     # Ranks that torchrun or SLURM started wait for the job; otherwise this process starts them if there are several
-    job = job_of(record.composition, setup, directory)
     if started_by_launcher():
-        return lead(job, setup.config, lambda: train(record, signals, _pruning(world().decide)))
-    if size == 1:
-        return train(record, signals, _pruning(world().decide))
+        return lead(job, config, lambda: train(directory, signals, _pruning(world().decide)))
+    if (size := count_ranks(config)) == 1:
+        return train(directory, signals, _pruning(world().decide))
     from runner.launch.ranks import run_ranks
 
     # The directory and its files are there before the ranks, which only continue them
-    record.begin()
+    directory.begin()
     try:
-        restarts = setup.config.max_restarts
-        outcome = run_ranks(
-            as_rank, job, size, directory / "logs", max_restarts=restarts, asked=lambda: signals.received
-        )
+        restarts, logs = config.max_restarts, directory.path / "logs"
+        outcome = run_ranks(as_rank, job, size, logs, max_restarts=restarts, asked=lambda: signals.received)
     # Rank 0 wrote the summary in its own process
     finally:
-        record.summary |= read_summary(directory) or {}
+        directory.summary |= read_summary(directory.path) or {}
     if outcome.status == PREEMPTED:
-        newest = [path.name for path in find.step_files(directory / "checkpoints")][:1] if outcome.unsaved else []
+        newest = [path.name for path in find.step_files(directory.checkpoints)][:1] if outcome.unsaved else []
         saved = f"; the newest checkpoint is {newest[0]}" if newest else ""
         raise Preempted(outcome.sentence.removeprefix(Preempted.prefix) + saved)
     return outcome.value
@@ -108,19 +106,17 @@ def _pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     return pruning(decide)
 
 
-def as_rank(job: tuple[Composition, Setup, Path, Path | None], store: Any = None) -> float | None:
-    """Train as one of several ranks, from what rank 0 or the launcher decided, see `job_of`."""
-    composition, setup, directory, checkpoint = job
-    signals, setup = StopSignals(patient=True), setup_of_rank(setup, directory, checkpoint)
-    config = setup.config
+def as_rank(job: Job, store: Any = None) -> float | None:
+    """Train as one of several ranks, from what rank 0 or the launcher decided."""
+    signals, config, found = StopSignals(patient=True), job.config, checkpoint_of_rank(job)
     with contextlib.ExitStack() as ending:
         world = ending.enter_context(joined(config.dist.timeout_s, device_of_rank(config), store))
         ending.enter_context(signals)  # before, there is nothing to save, and a signal ends the process
         scratch = ending.enter_context(tempfile.TemporaryDirectory())
-        record = RunRecord.of_rank(composition, setup, directory, world.rank, Path(scratch))
-        ending.callback(record.directory.write_summary, record.summary)
-        ending.callback(record.console.stop)
-        ending.enter_context(operations_named(lambda text: record.console.warn(text)))
+        directory = RunDirectory.of_rank(job, found, world.rank, Path(scratch))
+        ending.callback(directory.write_summary, directory.summary)
+        ending.callback(directory.console.stop)
+        ending.enter_context(operations_named(lambda text: directory.console.warn(text)))
         if config.max_time is not None:
             signals.limit(seconds(config.max_time), f"max_time={config.max_time}")
-        return train(record, signals, _pruning(world.decide))
+        return train(directory, signals, _pruning(world.decide))

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError
 from runner.checkpoint import find, resume, rng
 from runner.config.rules import never_evaluates
 from runner.config.schema.verbs import Check
@@ -26,7 +25,7 @@ from runner.instrument.no_trace import SavedBuffers
 from runner.lab.check.result import LIMITS, NotApplicable, need
 from runner.lab.check.sample import SplitStats, is_classes, known_targets, measure_split
 from runner.run.batch_size import auto_batch_size
-from runner.run.evaluation import load_best
+from runner.run.from_checkpoint import load_weights_of
 from runner.run.run import Run, validate_limits
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
@@ -72,10 +71,7 @@ class CheckContext:
         validate_limits(training)
         # With a checkpoint, the checks look at its weights
         if self.found is not None:
-            try:
-                load_best(training, self.found.contents)
-            except ValueError as error:
-                raise UserError(str(self.found.path), str(error)) from error
+            load_weights_of(self.found, training.config, training.model, loss=training.loss, task=training.task)
         state = training.state
         rates = [group["initial_lr"] for group in state.optimizer.param_groups]
         # Everything that a check may change is kept, see `restore`

@@ -22,7 +22,7 @@ from runner.lab.check.result import GROUPS, REGISTERED, Check, NotApplicable, Re
 from runner.lab.check.sample import is_classes
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint
-from runner.run.hardware import set_switches
+from runner.run.run import set_switches
 from runner.tracking.console import Console
 from runner.tracking.verb_report import Report
 

@@ -24,9 +24,9 @@ from runner.instrument.no_trace import evaluating
 from runner.instrument.observer import Observer
 from runner.lab.inspect.numbers import Numbers, Pass, layers_of, numbers_of, pass_through
 from runner.models.features import listener
+from runner.run.evaluation import Predictions
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
-from runner.run.outputs import Predictions
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import amount, compact, number, percent
 from runner.tracking.plots import Pixels, Tile, confusion_matrix, image_grid

@@ -32,6 +32,7 @@ from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
 from runner.run.directory import claim, timestamp
+from runner.run.evaluation import Predictions
 from runner.run.from_checkpoint import (
     MODEL,
     SPLITS,
@@ -44,7 +45,6 @@ from runner.run.from_checkpoint import (
     with_tta,
 )
 from runner.run.model import KnownData, build_task, model_of
-from runner.run.outputs import Predictions
 from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number

@@ -1,4 +1,4 @@
-"""What is kept of a run: its directory with overrides, environment, config, log, metrics and summary."""
+"""The directory of a run: where it is, what the run is asked to do, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -15,41 +15,54 @@ import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
-from runner.base.files import make_folder, write_json
+from runner.base.files import make_folder, write_atomically, write_json, writing
 from runner.base.reading import number_or_none, read_summary
-from runner.checkpoint.find import resumable
+from runner.base.secrets import mask_text, mask_words
+from runner.checkpoint.find import LoadedCheckpoint, resumable
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.keys import at
 from runner.config.output_folders import holds_sweep, in_sweep
+from runner.config.schema.train import Train
 from runner.engine.errors import BadMetric
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState
-from runner.run.directory import RunDirectory, claim, timestamp
-from runner.run.setup import Setup, is_inside
+from runner.run.directory import claim, hold, refuse_special_files, timestamp
 from runner.runtime.core_wait import core_wait, waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.plots import learning_curves
 
 
-class RunRecord:
-    """The directory of a run, what is written into it, and how the run ended."""
+class RunDirectory:
+    """Where a run is, what it is asked to do, what is written about it, and how it ended.
 
-    setup: Setup  # set by `open`
+    It begins without a folder, so that whatever goes wrong can be told. `runner.run.setup.decide` says what the run is asked
+    to do, and `open` takes a folder, which no other process writes into until `close`.
+    """
+
+    config: Train  # set by `decide`
+    path: Path  # set by `open`, or by `reserve`
 
     def __init__(self, composition: Composition) -> None:
         self.composition = composition
+        self.found: LoadedCheckpoint | None = None  # the checkpoint to resume from
+        self.differences: list[tuple[str, str, str]] = []  # (key, before, after) on the command line
+        self.warnings: list[str] = []  # runs and checkpoints that were skipped
+        self.again: Path | None = None  # the directory of the run that `resume=auto` resumes, or starts again
+        self.finished: Path | None = None  # the same if that run has finished
+        self.is_open = False
         self.console = Console(None)
         self.summary: dict[str, Any] = {"status": "running", "error": None}  # what `summary.json` contains
         self.exit_code = OK
-        self._directory: RunDirectory | None = None
         self.error: BaseException | None = None  # what ended the run early
-        self.left: Path | None = None  # directory of the run that had finished before
         self.endings: list[Callable[[], None]] = []  # called once the summary says how the run ended
+        self._lock: int | None = None
         self._to_debug: BaseException | None = None
         self._is_new = False  # whether the directory had no content when the run opened it
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
@@ -57,102 +70,128 @@ class RunRecord:
         self._began = time.perf_counter()
         self._training_since: tuple[float, float | None] | None = None
 
-    @property
-    def directory(self) -> RunDirectory:
-        """The directory, once it is open."""
-        assert self._directory is not None, "the run directory is opened first"
-        return self._directory
-
-    @property
-    def continued(self) -> bool:
-        """Whether the run continues in the directory of the checkpoint that it resumes from."""
-        return is_inside(self.setup.found, self.directory.checkpoints.parent)
-
     @classmethod
-    def of_rank(cls, composition: Composition, setup: Setup, path: Path, rank: int, scratch: Path) -> RunRecord:
-        """The record on a rank of a run whose launcher has opened the directory.
+    def of_rank(cls, job: Job, found: LoadedCheckpoint | None, rank: int, scratch: Path) -> RunDirectory:
+        """The directory on a rank of a run whose launcher has opened it.
 
         Rank 0 writes into it. Any other writes what nobody needs into `scratch`, and its messages into its own log.
         """
-        record = cls(composition)
-        record.setup = setup
-        directory = RunDirectory(path if rank == 0 else scratch)
+        directory = cls(job.composition)
+        directory.config, directory.found = job.config, found
+        directory.differences, directory.warnings = job.differences, job.warnings
+        directory._use(job.path if rank == 0 else scratch)
         # All ranks read the same checkpoints
-        directory.checkpoints = path / "checkpoints"
-        log = directory.log_file if rank == 0 else path / "logs" / f"rank_{rank}.log"
+        directory.checkpoints = job.path / "checkpoints"
+        log = directory.log_file if rank == 0 else job.path / "logs" / f"rank_{rank}.log"
         make_folder(log.parent)
-        progress = setup.config.log.progress
         # One progress display is enough: the other ranks write to their own log
-        nowhere = None if rank == 0 else io.StringIO()
-        record.console = Console(log, None if progress == "auto" else progress, nowhere)
-        record._directory = directory
-        return record
+        directory._open_console(log, None if rank == 0 else io.StringIO())
+        return directory
+
+    def job(self) -> Job:
+        """What every rank of the run gets."""
+        found = self.found.path if self.found else None
+        return Job(self.composition, self.config, self.differences, self.warnings, self.path, found)
+
+    def _use(self, path: Path) -> None:
+        self.path, self.checkpoints, self.plots = path, path / "checkpoints", path / "plots"
+        self.log_file = path / "run.log"  # what the console showed, with times
+        self.metrics_file = path / "metrics.jsonl"
+        for folder in (self.checkpoints, self.plots):
+            make_folder(folder)
+
+    def _take(self, path: Path) -> None:
+        """Use a directory that no other process writes into from now on, until this one ends, however it ends; raises as `hold`."""
+        # Before anything is written, as a link would lead the first write elsewhere
+        refuse_special_files(path)
+        make_folder(path)
+        self._lock = hold(path)
+        self._use(path)
+        self.is_open = True
+        # Temporary files of a killed process; the lock excludes that another one uses them.
+        for folder in (path, self.plots, self.checkpoints) if self._lock is not None else ():
+            for leftover in folder.glob(".*.tmp"):
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
+
+    def _let_go(self) -> None:
+        """Let other processes write into the directory."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _open_console(self, log: Path, stream: io.StringIO | None = None) -> None:
+        progress = self.config.log.progress
+        self.console = Console(log, None if progress == "auto" else progress, stream)
 
     def reserve(self) -> None:
         """Open the directory of a job of a sweep, before anything can go wrong in the job."""
-        if self.composition.job_dir is None:
-            return
-        directory = RunDirectory(self.composition.job_dir)
-        directory.lock()
-        self._directory = directory
-        # Where overrides are there already, they are the same, see `why_occupied`
-        if not directory.overrides_file.exists():
-            directory.write_overrides(self.composition.overrides)
+        if self.composition.job_dir is not None:
+            self._take(self.composition.job_dir)
+            # Where overrides are there already, they are the same, see `why_occupied`
+            if not (self.path / "overrides.yaml").exists():
+                self._write_overrides()
 
-    def open(self, setup: Setup) -> None:
+    def open(self) -> None:
         """Open the run's directory: a new one, the one of the run to continue, or the one that `hydra.run.dir` names."""
-        self.setup = setup
-        directory = self._directory or setup.again or self._new_directory(setup)
-        # A directory is removed after a user's mistake only if nothing was in it before
-        others = (path for path in directory.path.rglob("*") if path.name != ".lock" and not path.is_dir())
-        self._is_new = self._directory is None and next(others, None) is None
-        # Locked before anything is written: two processes must not write into one directory
-        directory.lock()
-        self._directory = directory
-        if setup.again is not None and not self.continued:
-            # Before the console opens run.log, or it would report a deletion by others
-            directory.forget()
-        progress = setup.config.log.progress
-        self.console = Console(directory.log_file, None if progress == "auto" else progress)
+        if not self.is_open:
+            path = self.again or self._new_directory()
+            # A directory is removed after a user's mistake only if nothing was in it before
+            self._is_new = all(each.name == ".lock" or each.is_dir() for each in path.rglob("*"))
+            self._take(path)
+        if self.again is not None and not self.continued:
+            # A run that starts again writes them again; before the console opens run.log, or it would report a deletion by others
+            others = [*self.path.glob("metrics_*.csv"), *self.path.glob("tensorboard/*")]
+            for path in (self.metrics_file, self.log_file, *others):
+                with writing(path):
+                    path.unlink(missing_ok=True)
+        self._open_console(self.log_file)
 
-    def _new_directory(self, setup: Setup) -> RunDirectory:
+    def _new_directory(self) -> Path:
         path = self.composition.run_dir
         if path is None:
-            root = Path(setup.config.output_root)
-            self._new_folders = [folder for folder in (root / setup.config.name, root) if not folder.exists()]
+            root = Path(self.config.output_root)
+            self._new_folders = [folder for folder in (root / self.config.name, root) if not folder.exists()]
             reason = self._not_last(root)
             kind = "_debug" if reason.startswith("debug=") else "_limited" * bool(reason)
-            return RunDirectory(claim(root / setup.config.name, timestamp(), kind))
+            return claim(root / self.config.name, timestamp(), kind)
         # A run in a sweep's folder would mix with the jobs of its ledger
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")
         # The results of an earlier run must not be overwritten, except by the run that resumes it
-        if (path / "summary.json").exists() and not is_inside(setup.found, path):
+        if (path / "summary.json").exists() and not self._resumes_from(path):
             other = f"ckpt_path={path} to continue it" if resumable(path) else "resume=auto to start it again"
             raise UserError("hydra.run.dir", f"{path} already holds a run", f"another folder, or {other} there")
         self._new_folders = [folder for folder in path.parents if not folder.exists()]
         make_folder(path)
-        return RunDirectory(path)
+        return path
 
-    def leave(self, finished: RunDirectory) -> float | None:
+    def _resumes_from(self, path: Path) -> bool:
+        return self.found is not None and path.resolve() in self.found.path.resolve().parents
+
+    @property
+    def continued(self) -> bool:
+        """Whether the run continues in the directory of the checkpoint that it resumes from."""
+        return self._resumes_from(self.checkpoints.parent)
+
+    def leave(self) -> float | None:
         """Report a run that `resume=auto` found finished, leave it as it is, and return its best monitored value."""
-        print(f"{finished.path} has finished already", flush=True)
-        self.left = finished.path
-        if self._directory is not None:
-            self._directory.unlock()
-            self._directory = None
-        return number_or_none(at(read_summary(finished.path), "best.value"))
+        assert self.finished is not None
+        print(f"{self.finished} has finished already", flush=True)
+        self._let_go()
+        self.is_open = False
+        return number_or_none(at(read_summary(self.finished), "best.value"))
 
     def _not_last(self, folder: Path) -> str:
         """Why `ckpt_path=last` does not mean this run: it is for debugging, or a trial of a search; empty if it does."""
-        limits = [f"limit.{key}={value}" for key, value in vars(self.setup.config.limit).items() if value is not None]
+        limits = [f"limit.{key}={value}" for key, value in vars(self.config.limit).items() if value is not None]
         debug = [f"debug={name}"] if (name := self.composition.given_choices.get("debug")) else []
         trial = at(self.composition.values, "search.sampler") is not None and in_sweep(folder)
         return ", ".join([*debug, *limits, *(["values of a search"] if trial else [])])
 
     def begin(self) -> None:
         """Write overrides, environment, and a summary that says when the run started and from what."""
-        config, found = self.setup.config, self.setup.found
+        config, found = self.config, self.found
         self.summary["started"] = datetime.now(UTC).isoformat(timespec="microseconds")
         self.summary["resumed_from"] = str(found.path) if found else None
         self.summary |= {name: value for name in ("tags", "notes") if (value := getattr(config, name))}
@@ -162,11 +201,21 @@ class RunRecord:
         # The config of a resumed run is the stored one, which the defaults of this command do not describe.
         kept = at(before, "choices") if found else self.composition.group_choices
         self.summary["choices"] = (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
-        self.summary |= {"not_last": reason} if (reason := self._not_last(self.directory.path)) else {}
+        self.summary |= {"not_last": reason} if (reason := self._not_last(self.path)) else {}
         # Overrides come first: a summary without them belongs to an unknown command.
-        self.directory.write_overrides(self.composition.overrides)
-        self.directory.write_summary(self.summary)
-        write_json(self.directory.environment_file, environment())
+        self._write_overrides()
+        self.write_summary(self.summary)
+        write_json(self.path / "environment.json", environment())
+
+    def _write_overrides(self) -> None:
+        """Store the overrides of the command line as a YAML list, secrets masked."""
+        text = yaml.safe_dump(mask_words(self.composition.overrides), allow_unicode=True, width=1_000_000)
+        write_atomically(self.path / "overrides.yaml", text.encode())
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Store status and final metrics."""
+        error = summary.get("error")
+        write_json(self.path / "summary.json", summary | ({"error": mask_text(error)} if error else {}))
 
     def note_startup(self) -> None:
         """Note how long it took from the start of the run to its first step, in seconds."""
@@ -199,10 +248,10 @@ class RunRecord:
 
     def draw_curves(self, wanted: bool) -> None:
         """Draw the metrics over the steps into `plots/curves.png`, or remove those of an earlier part of the run."""
-        picture = self.directory.plots / "curves.png"
+        picture = self.plots / "curves.png"
         try:
             if wanted:
-                learning_curves(self.directory.metrics_file, picture)
+                learning_curves(self.metrics_file, picture)
             else:
                 picture.unlink(missing_ok=True)
         except Exception as error:  # a picture must not cost a finished run
@@ -215,8 +264,8 @@ class RunRecord:
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
         self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
-        saved = self._directory is not None and resumable(self._directory.checkpoints.parent)
-        way = f"ckpt_path={self.directory.path}" if saved else ""
+        saved = self.is_open and resumable(self.checkpoints.parent)
+        way = f"ckpt_path={self.path}" if saved else ""
         # A preempted run did nothing wrong, so it gets a warning and the way to resume, not an error
         if preempted:
             repeat = "nothing was saved yet: repeat the same command"
@@ -225,8 +274,8 @@ class RunRecord:
         self.complain(text + (f"\n    to resume: {way}" if way and isinstance(error, DataFailed) else ""))
         is_mistake = isinstance(error, UserError | BadMetric)
         # The screen shows a short error; run.log gets the whole traceback for those who need it
-        if self._directory is not None and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
-            Console(self._directory.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
+        if self.is_open and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
+            Console(self.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
         # A mistake before the first step leaves nothing worth keeping, see `close`
         self._mistaken = (self.exit_code == USAGE or isinstance(error, DiskFull)) and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)
@@ -238,18 +287,18 @@ class RunRecord:
 
     def complain(self, text: str) -> None:
         """Report an error on standard error, and in the log if there is one."""
-        log = self._directory.log_file if self._directory else None
+        log = self.log_file if self.is_open else None
         Console(log, progress=False, stream=sys.stderr).error(text)
 
     def close(self) -> None:
         """Write the summary, and let other processes use the directory."""
         self.console.stop()
-        if self._directory is None:
+        if not self.is_open:
             return
         self.summary["wall_s"] = round(time.perf_counter() - self._began, 3)
         # A full disk must not hide the first error: the exit code stays, and the failure to write is reported
         try:
-            self._directory.write_summary(self.summary)
+            self.write_summary(self.summary)
         except UserError as error:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
@@ -257,23 +306,34 @@ class RunRecord:
         for ending in self.endings:
             ending()
         self.console.close()
-        self._directory.unlock()
-        if self._is_new and self._mistaken and not (self._directory.path / "config.yaml").exists():
+        self._let_go()
+        if self._is_new and self._mistaken and not (self.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.
-            shutil.rmtree(self._directory.path, ignore_errors=True)
+            shutil.rmtree(self.path, ignore_errors=True)
             for folder in self._new_folders:
                 with contextlib.suppress(OSError):  # others may have begun to use it
                     folder.rmdir()
-            self._directory = None
+            self.is_open = False
 
     def finish(self) -> None:
         """Open the debugger if that was asked for, print the directory, and end the process unless the run succeeded."""
         if self._to_debug is not None:
             post_mortem(self._to_debug)
-        if self._directory is not None:
-            print(self._directory.path, flush=True)
+        if self.is_open:
+            print(self.path, flush=True)
         if self.exit_code != OK:
             raise SystemExit(self.exit_code)
+
+
+class Job(NamedTuple):
+    """What every rank of a run gets, pickled: nothing is composed or looked for again."""
+
+    composition: Composition
+    config: Train
+    differences: list[tuple[str, str, str]]
+    warnings: list[str]
+    path: Path  # of the directory
+    checkpoint: Path | None  # to resume from, which each rank reads itself
 
 
 def post_mortem(error: BaseException) -> None:
