@@ -200,6 +200,18 @@ def test_an_argument_of_a_users_class_is_kept_whatever_it_is_called() -> None:
     assert stored["mine.Data"] == {"data": {"dataset": {"_target_": "mine.Data", "mirror": "a"}}}
 
 
+@pytest.mark.parametrize("target", ["mine.Data", "runner.data.sources.torchvision_sets.mnist"])
+def test_a_ledger_keeps_such_an_argument_too(tmp_path: Path, target: str) -> None:
+    word, kept, ledger = "+data.dataset.mirror=a", target == "mine.Data", Ledger(tmp_path)
+    base = {"data.dataset._target_": target, "data.dataset.mirror": "b"}
+    ledger.append("launch", swept=[], base=base, jobs={"0": [word]}, retry="failed")
+    ledger.append("started", job="0", folder="0", overrides=[word])
+    found = ledger.read()
+    assert ("data.dataset.mirror" in found.last.base, found.was == {}) == (kept, kept)
+    assert found.planned["0"] == found.jobs["0"].overrides == ([word] if kept else [])
+    assert words_without([word, f"data.dataset._target_={target}"])[:-1] == ([word] if kept else [])
+
+
 def test_checkpointing_of_some_blocks_is_read_as_that_of_all() -> None:
     words = [f"activation_checkpointing={value}" for value in ("2", "0.5", "false", "layer1")]
     assert [word.partition("=")[2] for word in words_without(words)] == ["true", "true", "false", "layer1"]

@@ -192,7 +192,7 @@ BUDGET = {
     "optim": 1_214,
     "run": 3_998,
     "runtime": 1_364,
-    "sweeps": 1_934,
+    "sweeps": 1_930,
     "tasks": 776,
     "tracking": 2_006,
     "verbs": 2_390,

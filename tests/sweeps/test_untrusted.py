@@ -97,6 +97,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "swept": [3, "seed", [[1]]],
     "flags": [3, "abc", [1]],
     "time": ["x", None, []],
+    "base": [3, ["a"], None],
 }
 
 

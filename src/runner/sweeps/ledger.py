@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from runner.base.files import writing
-from runner.base.reading import is_number, number_or_none, read_overrides, read_regular, read_summary
+from runner.base.reading import number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
 from runner.config.gone import drop, words_without
 from runner.config.keys import key_of
@@ -25,7 +27,6 @@ NAME = "sweep.jsonl"
 ENDED = ("finished", "pruned", "failed", "preempted")
 _LARGEST = 2**30  # bytes
 _LONGEST_NAME = 60  # of a folder; ours are numbers
-_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry")
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,23 @@ class Entry(Outcome):
     launch: int = 0  # index of the launch that wrote the line
 
 
+@dataclass(frozen=True)
+class Launch:
+    """The line that the process of a sweep begins with."""
+
+    time: float  # in Unix seconds
+    swept: list[str]  # keys and groups that have several values
+    base: dict[str, Any]  # the values by dotted key that all jobs have in common
+    jobs: dict[str, list[str]] | None  # the overrides of each by identity; None for a search, which chooses them later
+    retry: str
+    flags: list[str] | None = None  # of the command, as far as one job alone needs them
+
+
 @dataclass
 class Records:
     """The content of a ledger: its launches in order, and the last line about each job by identity."""
 
-    launches: list[dict[str, Any]] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
     torn: bool = False  # a crash left the last line incomplete
@@ -60,14 +73,17 @@ class Records:
     was: dict[str, Any] = field(default_factory=dict)  # settings of the base that are gone, see `runner.config.gone`
 
     @property
-    def flags(self) -> list[str]:
-        """Flags of the last command, as far as one job alone needs them."""
-        return list(self.launches[-1].get("flags") or []) if self.launches else []
+    def last(self) -> Launch:
+        """The last launch, an empty one if there is none."""
+        return self.launches[-1] if self.launches else Launch(0.0, [], {}, {}, "failed")
 
     @property
     def planned(self) -> dict[str, list[str]]:
-        """The overrides of each job of the last launch by identity; empty for a search, which chooses them later."""
-        return (self.launches[-1]["jobs"] or {}) if self.launches else {}
+        """The overrides of each job of the last launch by identity; empty for a search."""
+        return self.last.jobs or {}
+
+
+_LAUNCH = TypeAdapter(Launch)
 
 
 class Ledger:
@@ -103,7 +119,7 @@ class Ledger:
         for path in self.folder.glob("*/overrides.yaml"):
             if path.parent.name not in records.folders and not path.parent.is_symlink():
                 with contextlib.suppress(OSError, ValueError):  # a run that cannot be read is none of them
-                    found[compared(words_without(read_overrides(path.parent)))] = path.parent
+                    found[compared(words_without(read_overrides(path.parent), records.last.base))] = path.parent
         return found
 
     def append(self, event: str, records: Records | None = None, **content: Any) -> None:
@@ -146,11 +162,11 @@ class Ledger:
             found = json.loads(line)
             event = found["event"]
             if event == "launch":
-                # A launch without its facts is useless to readers, so it is skipped
-                if all(key in found for key in _OF_LAUNCH) and _has_types(found):
-                    records.was |= drop(found["base"])
-                    found["jobs"] = {job: words_without(words) for job, words in (found["jobs"] or {}).items()}
-                    records.launches.append(found)
+                was, launch = drop(found["base"]), _LAUNCH.validate_python(found)
+                for words in (launch.jobs or {}).values():
+                    words[:] = words_without(words, launch.base)
+                records.was |= was
+                records.launches.append(launch)
                 return True
             job, name = str(found["job"]), str(found["folder"])
             # A ledger from somebody else must not lead out of the folder of the sweep
@@ -163,7 +179,7 @@ class Ledger:
                 number_or_none(found.get("value")),
                 _text(found.get("sentence")),
                 folder=self.folder / name,
-                overrides=words_without(map(str, found["overrides"])),
+                overrides=words_without(map(str, found["overrides"]), records.last.base),
                 launch=len(records.launches) - 1,
             )
         except (ValueError, LookupError, TypeError, RecursionError):
@@ -181,14 +197,6 @@ def compared(words: Sequence[str]) -> tuple[str, ...]:
 
 def _text(value: Any) -> str | None:
     return str(value) if value else None
-
-
-def _has_types(launch: dict[str, Any]) -> bool:
-    """Whether a launch has values of the types that the program writes."""
-    jobs = {} if launch["jobs"] is None else launch["jobs"]
-    lists = [launch["swept"], launch.get("flags") or [], *(jobs.values() if isinstance(jobs, dict) else [jobs])]
-    plain = all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in lists)
-    return plain and isinstance(jobs, dict) and is_number(launch["time"])
 
 
 def outcome(folder: Path) -> Outcome:

@@ -109,7 +109,7 @@ class Scan:
     def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
         if (place := _absolute(folder)) not in self._visited:
             self._visited.add(place)
-            self.rows.append(_row_of(folder, entry, around.flags))
+            self.rows.append(_row_of(folder, entry, around.last.flags or []))
 
     def _read(self, folder: Path) -> Records:
         """The ledger in a folder, with a note on what it has elsewhere."""
@@ -131,7 +131,7 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
     launches = scan.sweeps[folder].launches if folder in scan.sweeps else []
     rows = [row for row in scan.rows if launches or row.status != "pending"]
     # Words that all rows share say nothing about their difference
-    swept = {key for launch in launches for key in launch["swept"]}
+    swept = {key for launch in launches for key in launch.swept}
     counts = Counter(word for row in rows for word in set(row.overrides))
     common = {word for word, count in counts.items() if count == len(rows) > 1 or (swept and key_of(word) not in swept)}
     modes = {row.metric: row.mode for row in rows if row.mode is not None}

@@ -47,8 +47,8 @@ def quoted(path: Path) -> str:
 
 def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
     """Keys whose values differ from those of a sweep, except where it has several: (key, before, now)."""
-    swept = [key.replace("/", ".") for launch in records.launches for key in launch["swept"]] + list(plan.swept)
-    found = differences(records.launches[-1]["base"], plan.base)
+    swept = [key.replace("/", ".") for launch in records.launches for key in launch.swept] + list(plan.swept)
+    found = differences(records.last.base, plan.base)
     return [each for each in found if not within(each[0], [key.replace("/", ".") for key in swept])]
 
 
@@ -95,8 +95,8 @@ def _same_sweep(root: Path, plan: Plan) -> Path | None:
     same = []
     for path in root.glob(f"*/{NAME}"):
         records = Ledger(path.parent).read()
-        if records.launches and records.launches[-1]["swept"] == list(plan.swept) and not base_changed(records, plan):
-            same.append((records.launches[0]["time"], path.parent))
+        if records.launches and records.last.swept == list(plan.swept) and not base_changed(records, plan):
+            same.append((records.launches[0].time, path.parent))
     return max(same)[1] if same else None
 
 
@@ -195,33 +195,23 @@ class Sweep:
         if known and plan.jobs is not None:
             self._say_what_is_left(plan.jobs)
         # The planned jobs are recorded, so that a view can show those that have not started
-        jobs = None
-        if plan.jobs is not None:
-            jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs}
-        self.ledger.append(
-            "launch",
-            self.records,
-            swept=list(plan.swept),
-            base=plan.base,
-            jobs=jobs,
-            flags=plan.command.flags_of_jobs,
-            retry=self._retry,
-        )
+        jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs or ()}
+        launch = {"swept": list(plan.swept), "base": plan.base, "jobs": None if plan.jobs is None else jobs}
+        self.ledger.append("launch", self.records, **launch, flags=plan.command.flags_of_jobs, retry=self._retry)
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
-        known = self.records.jobs
-        there = [(job, known[job.identity]) for job in jobs if job.identity in known]
-        done = [job for job, entry in there if _settled(entry, "failed")]
-        left = "sweep.new=true starts another sweep" if len(done) == len(jobs) else "the others follow"
+        there = {job.identity: entry for job in jobs if (entry := self.records.jobs.get(job.identity)) is not None}
+        done = sum(_settled(entry, "failed") for entry in there.values())
+        left = "sweep.new=true starts another sweep" if done == len(jobs) else "the others follow"
         if self._retry == "all":
             left = "sweep.retry=all starts all of them again, in other folders"
         # A user removes a folder to have its job run again
-        gone = {job.identity: entry for job, entry in there if _is_gone(entry)}
+        if gone := {job: entry for job, entry in there.items() if _is_gone(entry)}:
+            names = ", ".join(entry.folder.name for entry in gone.values())
+            left += f"; missing folders: {names}, and their jobs start again"
         for job, entry in gone.items():
             self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
-        names = ", ".join(entry.folder.name for entry in gone.values())
-        left += f"; missing folders: {names}, and their jobs start again" if gone else ""
-        self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
+        self.say(f"{self.folder}: {done} of {len(jobs)} jobs have finished already; {left}")
 
     # The jobs
 
@@ -252,7 +242,9 @@ class Sweep:
                 self._skip(planned, known)
             # A launcher whose jobs survive finds them again itself.
             elif not self._launcher.survives and _is_written(known):
-                self._wait_for(planned, known.folder)
+                self._occupied.append(planned)
+                still = "is still being written by an earlier process, and is waited for"
+                self.say(f"job {planned.number + 1}: {known.folder} {still}")
             else:
                 return self._begin(planned, Entry("started", folder=known.folder, overrides=known.overrides))
         return None
@@ -273,10 +265,6 @@ class Sweep:
         # Another trial with the same values runs: its result is that of this one
         self._occupied.append(planned)
         return None
-
-    def _wait_for(self, planned: Planned, folder: Path) -> None:
-        self._occupied.append(planned)
-        self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
 
     def _begin(self, planned: Planned, entry: Entry) -> Job:
         """Prepare the job of a folder that is free or its own."""
@@ -348,7 +336,7 @@ class Sweep:
             self.say(line)
             return
         folder = self.records.jobs[planned.identity].folder
-        again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
+        again = command_alone(mask_words(planned.composition.overrides), self.records.last.flags or [])
         where = f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
         self._console.error(f"{line}{where}\n    again: {again}")
 

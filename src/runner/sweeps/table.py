@@ -286,7 +286,7 @@ def follow(folder: Path, console: Console) -> None:
 
 def headline_of(records: Records) -> str:
     """The number of jobs that have ended, and the time that is left, from the ledger alone."""
-    again, now = (records.launches or [{}])[-1].get("retry") == "all", len(records.launches) - 1
+    again, now = records.last.retry == "all", len(records.launches) - 1
     counts = Counter(entry.status for entry in records.jobs.values() if entry.launch == now or not again)
     parts = [f"{counts[status]} {status}" for status in ("finished", "failed") if counts[status]]
     left = seconds_left(records)
@@ -298,14 +298,14 @@ def seconds_left(records: Records) -> float | None:
 
     Jobs that were skipped, as they had finished before, do not count: they take no time.
     """
-    launch, now, jobs = (records.launches or [{}])[-1], len(records.launches) - 1, records.jobs
+    launch, now, jobs = records.last, len(records.launches) - 1, records.jobs
     ended = {job for job, entry in jobs.items() if entry.launch == now and entry.status in ENDED}
-    if not ended or not launch.get("jobs"):
+    if not ended or not launch.jobs:
         return None
-    settled = ("finished", "failed") if launch.get("retry") == "never" else ("finished",)
-    skipped = {job for job, entry in jobs.items() if entry.status in settled and launch.get("retry") != "all"}
-    left = len(launch["jobs"].keys() - ended - skipped)
-    return (time.time() - float(launch["time"])) / len(ended) * left if left else None
+    settled = ("finished", "failed") if launch.retry == "never" else ("finished",)
+    skipped = {job for job, entry in jobs.items() if entry.status in settled and launch.retry != "all"}
+    left = len(launch.jobs.keys() - ended - skipped)
+    return (time.time() - launch.time) / len(ended) * left if left else None
 
 
 def live_table(view: View, width: int, height: int) -> RenderableType:
