@@ -302,7 +302,7 @@ def test_on_a_real_cluster_a_warned_job_continues_and_a_sweep_finds_its_jobs_aga
     script.write_text(LOOKS_OFTEN)
     program = ForkedProgram(sweep, script=str(script))
     check.wait(lambda: len(queue()) == 3, "the jobs of the sweep")
-    check.wait(lambda: "started" in program._paths[0].read_text(), "the ledger")
+    check.wait(lambda: "started" in program.out(), "the ledger")
     program.send_signal(signal.SIGINT)
     assert program.wait(60) == 75
     again = ForkedProgram(sweep, script=str(script))

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forked import ForkedProgram
 from lock_holder import held_elsewhere
+from running_sweeps import until
 from stored_sweeps import LAUNCH, live_text, make_job
 
 from runner.sweeps.ledger import Ledger
@@ -156,33 +158,19 @@ def owner(sweep) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def start_watch(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """A process that follows a folder, and the first line that it prints."""
-    command = [sys.executable, "-m", "runner", "watch", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline()
+@pytest.fixture
+def watch(sweep, owner) -> ForkedProgram:
+    """A program that follows the sweep, and has printed its first line."""
+    program = ForkedProgram(["watch", str(sweep)])
+    until(lambda: program.out().startswith("job 2 running: optimizer.lr=0.3\n"), program)
+    return program
 
 
-def rest_of(process: subprocess.Popen[str]) -> str:
-    """What a process prints until it ends; it is killed if that takes a minute."""
-    assert process.stdout is not None
-    late = threading.Timer(60, process.kill)
-    late.start()
-    with process.stdout as stream:
-        text = stream.read()
-    process.wait()
-    late.cancel()
-    return text
-
-
-def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(sweep, owner):
-    process, first = start_watch(sweep)
-    assert first == "job 2 running: optimizer.lr=0.3\n"
+def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(watch, owner):
     owner.kill()
     owner.wait()
-    out = rest_of(process)
-    assert process.returncode == 0
+    out, _ = watch.communicate(60)
+    assert watch.returncode == 0
     assert "job 2 died: optimizer.lr=0.3: it is still marked as running: it was killed; log: " in out
     assert re.search("^ *2 +optimizer.lr=0.3 +died ", out, re.MULTILINE)
 
@@ -208,13 +196,10 @@ def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, mo
     assert b"error: job 2 died: it is still marked as running: it was killed" in below
 
 
-def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
-    process, first = start_watch(sweep)
-    assert first == "job 2 running: optimizer.lr=0.3\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out = rest_of(process)
-    assert process.returncode == 0
+def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(watch, owner):
+    watch.send_signal(signal.SIGINT)
+    out, _ = watch.communicate(60)
+    assert watch.returncode == 0
     assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
     assert owner.poll() is None
 

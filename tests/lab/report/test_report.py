@@ -244,7 +244,6 @@ def test_two_runs_are_compared_and_the_command_for_their_weights_works(
         (["RUNS", "diff=true"], "diff"),
         (["RUNS", "diff=yes"], "diff"),
         (["RUNS", "--html"], "html"),
-        (["RUNS", "against=nowhere"], "nowhere"),
         (["RUNS", "against=RUNS/0/summary.json"], "against"),
         (["RUNS", "against=RUNS", "tolerance.speed=1"], "tolerance.speed"),
         (["RUNS", "against=RUNS", "tolerance.step=fast"], "tolerance.step"),
