@@ -9,15 +9,12 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from extras import needs
 from forked import ForkedProgram
 from running_sweeps import digests, events, jobs_of, processes_in, until
-
-from runner.config.app import as_problem
 
 LONG = ("--multirun", "seed=0,1", "epochs=60", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 RAY = ("hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2")
@@ -158,6 +155,3 @@ def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(refused, monk
 )
 def test_launchers_that_are_gone_are_named_with_what_replaces_them(refused, name, instead):
     assert f"did you mean '{instead}'?" in refused("--multirun", f"hydra/launcher={name}", "seed=0,1")
-    others = SimpleNamespace(missing_cfg_file=f"hydra/launcher/{name}", options=["basic", "pool", "ray", "slurm"])
-    problem = as_problem(others)  # type: ignore[arg-type]
-    assert (problem.key, problem.nearest) == ("hydra/launcher", instead)

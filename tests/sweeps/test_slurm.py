@@ -28,17 +28,23 @@ POOL = ("--multirun", "seed=0,1", "hydra/launcher=pool", "hydra.launcher.per_dev
 LONG = ("epochs=200", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 
 
+def make_tools(workdir, monkeypatch, script, *names):
+    """Stand-ins for commands of SLURM, found before others."""
+    for name in names:
+        path = workdir / "tools" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{workdir / 'tools'}:{os.environ['PATH']}")
+
+
 @pytest.fixture
 def slurm(workdir, monkeypatch):
     """A job of SLURM whose `scontrol` notes what it is asked; gives what was asked, and sets the state of the job."""
-    tools = workdir / "tools"
-    tools.mkdir()
-    tool, asked, state = tools / "scontrol", tools / "asked", tools / "state"
+    asked, state = workdir / "tools/asked", workdir / "tools/state"
     answer = f'[ "$1" = show ] && echo "JobId=77 JobState=$(cat {state}) Restarts=0"'
-    tool.write_text(f'#!/bin/sh\necho "$*" >> {asked}\n{answer}\nexit 0\n')
-    tool.chmod(0o755)
+    make_tools(workdir, monkeypatch, f'#!/bin/sh\necho "$*" >> {asked}\n{answer}\nexit 0\n', "scontrol")
     state.write_text("RUNNING")
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
     def call(now: str = "") -> list[str]:
@@ -145,12 +151,7 @@ exit 0
 @pytest.fixture
 def commands(workdir, monkeypatch):
     """Stand-ins for the commands of SLURM, which note how they are called, and jobs that nothing runs."""
-    tools = workdir / "tools"
-    tools.mkdir()
-    for name in ("sbatch", "squeue"):
-        (tools / name).write_text(STAND_IN)
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    make_tools(workdir, monkeypatch, STAND_IN, "sbatch", "squeue")
     monkeypatch.setattr("runner.launch.slurm._PERIOD_S", 0.0)
     return workdir
 

@@ -95,12 +95,16 @@ def test_csv_files_of_a_long_run_are_written_less_often_than_checkpoints(tmp_pat
     assert len(_rows(tmp_path / "metrics_train.csv")) - 1 == 4
 
 
-def _scalars(folder, tag):
+def _events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    return events
+
+
+def _scalars(folder, tag):
+    return [(event.step, event.value) for event in _events(folder).Scalars(tag)]
 
 
 @pytest.mark.parametrize("due", [False, True], ids=["evaluated", "evaluation due"])
@@ -195,19 +199,13 @@ def test_every_shipped_option_builds_its_loggers(option):
         assert getattr(importlib.import_module(module), attribute)(**node)
 
 
-def _images(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
-
-
 def test_tensorboard_gets_the_first_sample_of_each_split_and_the_weights_keep_their_bits(train):
     words = ("max_steps=6", "log.every_steps=1", "checkpoint.every_steps=3", "model=mlp", "evaluate.test=false")
     plain, full = train(*words), train(*words, "logger=tensorboard", "logger.tensorboard.images=true")
     assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    assert _images(full.directory) == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
+    events = _events(full.directory)
+    found = {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
+    assert found == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
 
 
 def _divides_by_zero() -> list[object]:
