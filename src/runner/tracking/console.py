@@ -17,18 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 from runner.base.errors import UserError
 from runner.base.files import append, writing
 from runner.base.secrets import mask_text
-from runner.tracking.formats import (
-    HARDWARE_METRICS,
-    Line,
-    aligned,
-    amount,
-    clean,
-    duration,
-    in_order,
-    metric,
-    number,
-    wrapped,
-)
+from runner.tracking.formats import HARDWARE_METRICS, Line, aligned, amount, clean, duration, in_order, metric, wrapped
 from runner.tracking.progress_file import Progress, ProgressFile
 
 if TYPE_CHECKING:
@@ -280,7 +269,7 @@ class Console:
         after[1:1] = self._eta(progress.global_step)
         after.insert(0, self._position(progress.global_step, 0)[1])
         if progress.last is not None:
-            at = "" if progress.best_step is None else f", best {number(progress.best)} at step {progress.best_step}"
+            at = "" if progress.best_step is None else f", {metric('best', progress.best)} at step {progress.best_step}"
             texts.append(metric(progress.metric, progress.last) + at)
         if "peak_memory_mib" in progress.train:
             texts.append(metric("peak_memory_mib", progress.train["peak_memory_mib"]))
