@@ -16,6 +16,7 @@ import pytest
 from extended import some
 from forked import ForkedProgram
 from running_sweeps import digests, events, kill_and_repeat, started, until
+from stored_sweeps import make_ledger
 
 from runner.base.errors import DiskFull
 from runner.sweeps import table
@@ -135,9 +136,8 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
 
 def begun(folder: Path) -> tuple[Ledger, Records]:
     """A ledger with a launch, and what it contains."""
-    ledger, records = Ledger(folder), Records()
-    ledger.append("launch", records, swept=[], retry="failed", base={}, jobs=None, flags=[])
-    return ledger, records
+    make_ledger(folder, None, [])
+    return Ledger(folder), Ledger(folder).read()
 
 
 def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):

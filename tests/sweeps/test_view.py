@@ -21,7 +21,7 @@ import pytest
 from forked import ForkedProgram
 from lock_holder import held_elsewhere
 from running_sweeps import until
-from stored_sweeps import LAUNCH, live_text, make_job
+from stored_sweeps import LAUNCH, live_text, make_job, make_ledger
 
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import changes, follow, headline_of, look, progress_line, result_of, seconds_left, short
@@ -53,11 +53,8 @@ def sweep(tmp_path: Path) -> Path:
     job(folder / "0", words[0], "finished", value=0.75)
     job(folder / "1", words[1], "failed")
     job(folder / "2", words[2], "running", progress(metric="val/accuracy", last=0.5, best=0.875, best_step=20))
-    ledger = Ledger(folder)
-    jobs = {str(number): each for number, each in enumerate(words)}
-    ledger.append("launch", **LAUNCH | {"swept": ["optimizer.lr"], "jobs": jobs})
-    for number, event in enumerate(("finished", "failed", "started")):
-        ledger.append(event, job=str(number), overrides=words[number], folder=str(number))
+    states = zip(("finished", "failed", "started"), words, strict=False)
+    make_ledger(folder, words, [{"event": event, "overrides": own} for event, own in states], swept=["optimizer.lr"])
     return folder
 
 
@@ -100,15 +97,14 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
     ledger, now = Ledger(tmp_path), time.time()
     plan = {str(number): [f"seed={number}"] for number in range(6)}
     launch = LAUNCH | {"jobs": plan}
-    lines = [{"event": "launch", "time": now - 1000, **launch}]
-    lines += [
-        {"event": "finished", "time": now - 900, "job": str(n), "overrides": [], "folder": str(n)} for n in (0, 1, 2)
+    ended = [
+        {"event": "finished" if n < 3 else "failed", "job": str(n), "overrides": [], "folder": str(n)} for n in range(4)
     ]
-    lines += [{"event": "launch", "time": now - 60, **launch}]
+    first, second = ({"event": "launch", "time": now - ago, **launch} for ago in (1000, 60))
+    lines = [first, *ended[:3], second]
     ledger.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert seconds_left(ledger.read()) is None, "three were skipped, and none of this launch has ended"
-    ended = {"event": "failed", "time": now, "job": "3", "overrides": [], "folder": "3"}
-    ledger.path.write_text(ledger.path.read_text() + json.dumps(ended) + "\n")
+    ledger.append(**ended[3])
     assert seconds_left(ledger.read()) == pytest.approx(120, abs=5)
     assert headline_of(ledger.read()).startswith("3 finished, 1 failed, about 2:0")
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from stored_sweeps import live_text, make_job
+from stored_sweeps import live_text, make_job, make_ledger
 from tiny_runs import TINY
 
 import runner
 from runner.lab.report.page import content_of
-from runner.sweeps.ledger import Ledger
 from runner.sweeps.rows import JobRow, rows_in
 from runner.sweeps.table import look, print_table, summarise
 from runner.tracking.console import Console
@@ -37,21 +36,6 @@ def make_run(folder: Path, words: list[str], status: str, value: float | None = 
     (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(base, OmegaConf.from_dotlist(words))))
     (folder / "metrics.jsonl").write_text('{"global_step": 1, "split": "train", "loss": 0.5}\n')
     return folder
-
-
-def make_ledger(folder: Path, planned: list[list[str]] | None, events: list[dict[str, Any]], **more: Any) -> None:
-    ledger = Ledger(folder)
-    jobs = None if planned is None else {str(number): words for number, words in enumerate(planned)}
-    launch = {
-        "swept": ["optimizer.lr", "seed"],
-        "base": {},
-        "jobs": jobs,
-        "flags": [],
-        "retry": "failed",
-    }
-    ledger.append("launch", **(launch | more))
-    for number, event in enumerate(events):
-        ledger.append(event.pop("event"), **({"job": str(number), "folder": str(number)} | event))
 
 
 def table_text(rows: list[JobRow]) -> str:
