@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -96,7 +97,9 @@ class Scan:
         self._visited |= {place / path.name for path in inside - entries.keys() if path.name in records.folders}
         # A search keeps the result of a trial whose folder is gone; any other job starts again.
         gone = {path for path, entry in entries.items() if not records.planned and entry.status in ENDED}
-        for path in sorted(inside | gone, key=_by_number):
+        for path in sorted(
+            inside | gone, key=lambda path: (int(path.name) if path.name.isdecimal() else math.inf, path.name)
+        ):
             if path in entries:
                 self._add_run(path, entries[path], records)
             else:
@@ -225,7 +228,3 @@ def _why_died(folder: Path, summary: dict[str, Any] | None) -> str:
 
 def _absolute(folder: Path) -> Path:
     return Path(os.path.abspath(folder))  # noqa: PTH100  `..` goes, and links stay
-
-
-def _by_number(path: Path) -> tuple[bool, str]:
-    return (False, path.name.zfill(20)) if path.name.isdecimal() else (True, str(path))

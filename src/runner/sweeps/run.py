@@ -54,11 +54,7 @@ def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
 
 @contextlib.contextmanager
 def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
-    """Find or make the folder of a sweep, and hold it: the one that is named, or that of the newest sweep of the same command.
-
-    Args:
-        root: of the sweeps of this verb and name.
-        plan: what will be done there.
+    """Find or make the folder of a sweep, and hold it: the one that is named, or in `root` that of the newest sweep of the command.
 
     Raises:
         UserError: another process runs the sweep, or the folder holds something else.
@@ -135,14 +131,7 @@ class Jobs:
 
 
 class Sweep:
-    """A sweep whose folder this process holds.
-
-    Args:
-        folder: of the sweep.
-        plan: what to do in it.
-        call: runs a job in a process that is forked for it; importable by name.
-        console: shows what happens.
-    """
+    """A sweep whose folder this process holds; `call`, importable by name, runs a job in a process that is forked for it."""
 
     def __init__(self, folder: Path, plan: Plan, call: Callable[[Composition], Any], console: Console) -> None:
         self.folder, self.plan, self.ledger = folder, plan, Ledger(folder)

@@ -49,10 +49,8 @@ class Row:
     @property
     def status(self) -> str:
         """`finished`, or how many have which status."""
-        counts = Counter(run.status for run in self.runs)
-        if len(counts) == 1:
-            return self.runs[0].status
-        return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+        counts = Counter(run.status for run in self.runs).most_common()
+        return counts[0][0] if len(counts) == 1 else ", ".join(f"{count} {status}" for status, count in counts)
 
     def is_lost(self) -> bool:
         """True if all of its runs failed, died or were pruned, so that what they reached is no result."""
