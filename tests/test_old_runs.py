@@ -121,7 +121,7 @@ def test_a_sweep_half_done_is_continued_by_its_command(
         text = text.replace('"accumulate": 1', '"accumulate": "fewer"').replace('"epochs=3"', '"epochs=3", "old.key=3"')
         for rate in RATES:  # as a version with these keys knew the jobs
             job = [word if not word.startswith("optimizer.lr=") else f"optimizer.lr={rate}" for word in words]
-            values = compose(*job).values | Ledger(Path("sweep")).read().was
+            values = compose(*job).values | Ledger.read(Path("sweep")).was
             before, after = (
                 identity(each, job, ["optimizer.lr"]) for each in (values, values | AGED | {"accumulate": "fewer"})
             )
@@ -206,7 +206,7 @@ def test_a_ledger_keeps_such_an_argument_too(tmp_path: Path, target: str) -> Non
     base = {"data.dataset._target_": target, "data.dataset.mirror": "b"}
     ledger.append("launch", swept=[], base=base, jobs={"0": [word]}, retry="failed")
     ledger.append("started", job="0", folder="0", overrides=[word])
-    found = ledger.read()
+    found = Ledger.read(tmp_path)
     assert ("data.dataset.mirror" in found.last.base, found.was == {}) == (kept, kept)
     assert found.planned["0"] == found.jobs["0"].overrides == ([word] if kept else [])
     assert words_without([word, f"data.dataset._target_={target}"])[:-1] == ([word] if kept else [])

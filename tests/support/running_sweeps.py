@@ -77,7 +77,7 @@ def kill_and_repeat(words: list[str], kills: int, workdir: Path) -> None:
             time.sleep(draw.random() * 0.3)
             program.kill()
         out, err = program.communicate(timeout=60)
-        assert all(Ledger(path.parent).read().launches for path in workdir.glob("outputs/*/sweeps/*/sweep.jsonl"))
+        assert all(Ledger.read(path.parent).launches for path in workdir.glob("outputs/*/sweeps/*/sweep.jsonl"))
         assert program.returncode in ((0, -signal.SIGKILL) if attempt < kills else (0,)), err + out
 
 

@@ -20,7 +20,7 @@ from stored_sweeps import make_ledger
 
 from runner.base.errors import DiskFull
 from runner.sweeps import table
-from runner.sweeps.ledger import Entry, Ledger, Records
+from runner.sweeps.ledger import NAME, Entry, Ledger
 from runner.sweeps.plan import identity
 
 TWO = ("--multirun", "seed=0,1")
@@ -134,21 +134,21 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
     assert known(("performance",), ["performance=a"]) != known(("performance",), ["performance=b"])
 
 
-def begun(folder: Path) -> tuple[Ledger, Records]:
-    """A ledger with a launch, and what it contains."""
+def begun(folder: Path) -> Ledger:
+    """A ledger with a launch."""
     make_ledger(folder, None, [])
-    return Ledger(folder), Ledger(folder).read()
+    return Ledger.read(folder)
 
 
 def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
-    ledger, records = begun(tmp_path)
-    ledger.append_job(records, "a", Entry("started", folder=tmp_path / "0", overrides=["seed=0"]))
-    with ledger.path.open("ab") as file:
+    ledger = begun(tmp_path)
+    ledger.append_job("a", Entry("started", folder=tmp_path / "0", overrides=["seed=0"]))
+    with (tmp_path / NAME).open("ab") as file:
         file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
-    assert ledger.read().jobs["a"].status == "started"
-    ledger.append_job(records, "b", Entry("started", folder=tmp_path / "1", overrides=["seed=1"]))
-    assert {name: entry.folder.name for name, entry in ledger.read().jobs.items()} == {"a": "0", "b": "1"}
-    assert ledger.read() == records
+    assert Ledger.read(tmp_path).jobs["a"].status == "started"
+    ledger.append_job("b", Entry("started", folder=tmp_path / "1", overrides=["seed=1"]))
+    assert {name: entry.folder.name for name, entry in Ledger.read(tmp_path).jobs.items()} == {"a": "0", "b": "1"}
+    assert Ledger.read(tmp_path) == ledger
 
 
 def test_a_job_whose_line_is_torn_is_found_by_its_settings(two_jobs, run):
@@ -156,7 +156,7 @@ def test_a_job_whose_line_is_torn_is_found_by_its_settings(two_jobs, run):
     *others, started, _ = ledger.read_text().splitlines(keepends=True)
     assert [json.loads(started)[key] for key in ("event", "folder")] == ["started", "1"]
     ledger.write_text("".join(others) + started[:-20])
-    records = Ledger(two_jobs).read()
+    records = Ledger.read(two_jobs)
     assert records.torn
     assert [(entry.folder.name, entry.status) for entry in records.jobs.values()] == [
         ("0", "finished"),
@@ -300,8 +300,8 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
 
 
 def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
-    ledger, records = begun(tmp_path)
-    before, write = ledger.path.read_bytes(), os.write
+    ledger = begun(tmp_path)
+    before, write = (tmp_path / NAME).read_bytes(), os.write
     entry = Entry("started", folder=tmp_path / "0", overrides=["seed=0"])
 
     def until_full(file: int, data: bytes) -> int:
@@ -311,11 +311,11 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", until_full)
     with pytest.raises(DiskFull, match=r"no space left on the disk that holds .*sweep\.jsonl; free some space"):
-        ledger.append_job(records, "a", entry)
-    assert ledger.path.read_bytes() == before
+        ledger.append_job("a", entry)
+    assert (tmp_path / NAME).read_bytes() == before
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
-    ledger.append_job(records, "a", entry)
-    assert ledger.read().jobs["a"].status == "started"
+    ledger.append_job("a", entry)
+    assert Ledger.read(tmp_path).jobs["a"].status == "started"
 
 
 def test_a_full_disk_ends_the_sweep_and_its_table_is_shown(sweep, monkeypatch):

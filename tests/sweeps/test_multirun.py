@@ -131,17 +131,6 @@ def test_a_preset_starts_a_sweep_without_the_flag(sweep):
     assert seeds == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.extended
-def test_a_sweep_that_an_experiment_asks_for_is_one(sweep, workdir):
-    (workdir / "mine" / "experiment").mkdir(parents=True)
-    text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      optimizer: sgd,adam\n"
-    (workdir / "mine" / "experiment" / "two.yaml").write_text(text)
-    result, folder = sweep("--config-dir", "mine", "experiment=two", "+amp=false")
-    assert result.status == 0, result.err
-    kinds = [yaml.safe_load((folder / job / "config.yaml").read_text())["optimizer"]["_target_"] for job in "01"]
-    assert kinds == ["torch.optim.SGD", "torch.optim.Adam"]
-
-
 def test_the_folder_of_a_sweep_can_be_chosen_and_has_no_files_of_hydra(sweep, workdir):
     result, folder = sweep("--multirun", "++hydra.sweep.dir=chosen", "seed=0")
     assert result.status == 0, result.err

@@ -334,7 +334,7 @@ def test_a_study_lies_where_storage_says(search, workdir):
     assert (workdir / "study.db").is_file()
     assert not (folder / JOURNAL).exists()
     assert "1 of 1 trials have ended already" in search(*words)[0]
-    assert len(Ledger(folder).read().jobs) == 1
+    assert len(Ledger.read(folder).jobs) == 1
 
 
 def _fifo(file: Path) -> None:
@@ -370,13 +370,13 @@ def test_a_damaged_journal_is_moved_aside_and_finished_jobs_keep_their_results(
 ):
     words = (*SEARCH, "search.trials=4", "epochs=3")
     folder = shutil.copytree(made_once(*words)[1], workdir / "mine")
-    before = trials_of(folder), Ledger(folder).read().jobs
+    before = trials_of(folder), Ledger.read(folder).jobs
     damage(folder / JOURNAL)
     out, _ = search(*words, "sweep.dir=mine")
     line = f"mine/{JOURNAL} is damaged ({said}) and was renamed to {JOURNAL}.damaged; finished jobs keep their results"
     assert (line in out) == os.path.lexists(folder / f"{JOURNAL}.damaged") == bool(said)
     assert ": started" not in out
-    assert (trials_of(folder), Ledger(folder).read().jobs) == before
+    assert (trials_of(folder), Ledger.read(folder).jobs) == before
 
 
 @pytest.mark.parametrize(

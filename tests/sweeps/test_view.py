@@ -102,11 +102,11 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
     ]
     first, second = ({"event": "launch", "time": now - ago, **launch} for ago in (1000, 60))
     lines = [first, *ended[:3], second]
-    ledger.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert seconds_left(ledger.read()) is None, "three were skipped, and none of this launch has ended"
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert seconds_left(Ledger.read(tmp_path)) is None, "three were skipped, and none of this launch has ended"
     ledger.append(**ended[3])
-    assert seconds_left(ledger.read()) == pytest.approx(120, abs=5)
-    assert headline_of(ledger.read()).startswith("3 finished, 1 failed, about 2:0")
+    assert seconds_left(Ledger.read(tmp_path)) == pytest.approx(120, abs=5)
+    assert headline_of(Ledger.read(tmp_path)).startswith("3 finished, 1 failed, about 2:0")
 
 
 def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):

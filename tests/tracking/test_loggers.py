@@ -53,7 +53,10 @@ def _log(loggers, directory, resume_step, lines):
         logger.close()
 
 
-def test_csv_files_have_a_column_for_each_metric(tmp_path):
+def test_csv_files_are_written_whole_with_a_column_for_each_metric_beside_files_of_others(tmp_path):
+    (tmp_path / "metrics_train.csv").write_text("global_step,epoch,loss\n15,1,0.")
+    foreign = tmp_path / "metrics_of_mine.csv"
+    foreign.write_text("a,b\nx,y")
     train = [({"loss": 0.5}, 10), ({"loss": 0.25, "lr": math.nan}, 20), ({"lr": 0.1}, 30)]
     _log([JsonLines(), Csv()], tmp_path, None, [*(("train", *line) for line in train), ("val", {"loss": 0.125}, 30)])
     assert _rows(tmp_path / "metrics_train.csv") == [
@@ -63,16 +66,6 @@ def test_csv_files_have_a_column_for_each_metric(tmp_path):
         ["30", "1", "", "0.1"],
     ]
     assert _rows(tmp_path / "metrics_val.csv") == [["global_step", "epoch", "loss"], ["30", "1", "0.125"]]
-
-
-def test_csv_files_of_a_resumed_run_have_what_metrics_jsonl_has(tmp_path):
-    _log([JsonLines(), Csv()], tmp_path, None, [("train", {"loss": 1.0}, step) for step in (10, 20, 30)])
-    path, foreign = tmp_path / "metrics_train.csv", tmp_path / "metrics_of_mine.csv"
-    path.write_text(path.read_text() + "15,1,0.")
-    foreign.write_text("a,b\nx,y")
-    _log([JsonLines(), Csv()], tmp_path, 20, [("train", {"loss": 0.0, "accuracy": 1.0}, 30)])
-    assert [row[0] for row in _rows(path)] == ["global_step", "10", "20", "30"]
-    assert _rows(path)[-1] == ["30", "1", "0.0", "1.0"]
     assert foreign.read_text() == "a,b\nx,y"
 
 

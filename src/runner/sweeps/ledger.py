@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import TypeAdapter
 
@@ -60,10 +60,14 @@ class Launch:
     flags: list[str] | None = None  # of the command, as far as one job alone needs them
 
 
-@dataclass
-class Records:
-    """The content of a ledger: its launches in order, and the last line about each job by identity."""
+_LAUNCH = TypeAdapter(Launch)
 
+
+@dataclass
+class Ledger:
+    """The ledger in the folder of a sweep: its launches in order, and the last line about each job by identity."""
+
+    folder: Path
     launches: list[Launch] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
@@ -82,47 +86,37 @@ class Records:
         """The overrides of each job of the last launch by identity; empty for a search."""
         return self.last.jobs or {}
 
-
-_LAUNCH = TypeAdapter(Launch)
-
-
-class Ledger:
-    """The ledger in the folder of a sweep."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder / NAME
-
-    def read(self) -> Records:
-        """The content; lines that are not the ledger's, or that a crash left incomplete, are skipped.
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """What the file has; lines that are not the ledger's, or that a crash left incomplete, are skipped.
 
         A line that is lost may have named the folder of a planned job: the run in it has the words of the job.
         """
-        records = Records()
+        ledger = cls(folder)
         with contextlib.suppress(OSError):
-            content = read_regular(self.path, _LARGEST)
-            known = [self._add(records, line) for line in content.splitlines()]
-            records.torn = bool(known) and not (known[-1] or content.endswith(b"\n"))
-        lost = {compared(words): job for job, words in records.planned.items() if job not in records.jobs}
-        for words, path in (self.unnamed(records) if lost else {}).items():
+            content = read_regular(folder / NAME, _LARGEST)
+            known = [ledger._add(line) for line in content.splitlines()]
+            ledger.torn = bool(known) and not (known[-1] or content.endswith(b"\n"))
+        lost = {compared(words): job for job, words in ledger.planned.items() if job not in ledger.jobs}
+        for words, path in (ledger.unnamed() if lost else {}).items():
             if (job := lost.get(words)) is not None:
-                now = len(records.launches) - 1
-                records.jobs[job] = Entry("started", folder=path, overrides=records.planned[job], launch=now)
-        for job, entry in list(records.jobs.items()):
+                now = len(ledger.launches) - 1
+                ledger.jobs[job] = Entry("started", folder=path, overrides=ledger.planned[job], launch=now)
+        for job, entry in list(ledger.jobs.items()):
             if entry.folder.is_symlink():
-                records.outside.append(records.jobs.pop(job).folder.name)
-        return records
+                ledger.outside.append(ledger.jobs.pop(job).folder.name)
+        return ledger
 
-    def unnamed(self, records: Records) -> dict[tuple[str, ...], Path]:
+    def unnamed(self) -> dict[tuple[str, ...], Path]:
         """The runs in the folder that no line names, by their words as `compared` gives them."""
         found = dict[tuple[str, ...], Path]()
         for path in self.folder.glob("*/overrides.yaml"):
-            if path.parent.name not in records.folders and not path.parent.is_symlink():
+            if path.parent.name not in self.folders and not path.parent.is_symlink():
                 with contextlib.suppress(OSError, ValueError):  # a run that cannot be read is none of them
-                    found[compared(words_without(read_overrides(path.parent), records.last.base))] = path.parent
+                    found[compared(words_without(read_overrides(path.parent), self.last.base))] = path.parent
         return found
 
-    def append(self, event: str, records: Records | None = None, **content: Any) -> None:
+    def append(self, event: str, **content: Any) -> None:
         """Append a line to the file, on the disk when this returns, and to what was read from it.
 
         Raises:
@@ -130,8 +124,8 @@ class Ledger:
         """
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str).encode()
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with writing(self.path):
-            file = os.open(self.path, flags, 0o644)
+        with writing(self.folder / NAME):
+            file = os.open(self.folder / NAME, flags, 0o644)
             try:
                 # A crash may have left half a line: end it, so that this one stands alone
                 size = os.fstat(file).st_size
@@ -147,16 +141,15 @@ class Ledger:
                     raise
             finally:
                 os.close(file)
-        if records is not None:
-            self._add(records, line)
+        self._add(line)
 
-    def append_job(self, records: Records, job: str, entry: Entry) -> None:
+    def append_job(self, job: str, entry: Entry) -> None:
         """Append a line about a job."""
         known = {name: value for name in ("sentence", "metric", "value") if (value := getattr(entry, name))}
         words = mask_words(entry.overrides)
-        self.append(entry.status, records, folder=entry.folder.name, overrides=words, **known, job=job)
+        self.append(entry.status, folder=entry.folder.name, overrides=words, **known, job=job)
 
-    def _add(self, records: Records, line: bytes) -> bool:
+    def _add(self, line: bytes) -> bool:
         """Add what a line says; tells whether it could be read."""
         try:
             found = json.loads(line)
@@ -165,13 +158,13 @@ class Ledger:
                 was, launch = drop(found["base"]), _LAUNCH.validate_python(found)
                 for words in (launch.jobs or {}).values():
                     words[:] = words_without(words, launch.base)
-                records.was |= was
-                records.launches.append(launch)
+                self.was |= was
+                self.launches.append(launch)
                 return True
             job, name = str(found["job"]), str(found["folder"])
             # A ledger from somebody else must not lead out of the folder of the sweep
             if Path(name).name != name or name in ("", "..") or len(name) > _LONGEST_NAME:
-                records.outside.append(name)
+                self.outside.append(name)
                 return True
             entry = Entry(
                 event,
@@ -179,14 +172,14 @@ class Ledger:
                 number_or_none(found.get("value")),
                 _text(found.get("sentence")),
                 folder=self.folder / name,
-                overrides=words_without(map(str, found["overrides"]), records.last.base),
-                launch=len(records.launches) - 1,
+                overrides=words_without(map(str, found["overrides"]), self.last.base),
+                launch=len(self.launches) - 1,
             )
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         # The latest line of a job counts
-        records.jobs[job] = entry
-        records.folders.add(name)
+        self.jobs[job] = entry
+        self.folders.add(name)
         return True
 
 

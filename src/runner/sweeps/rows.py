@@ -19,7 +19,7 @@ from runner.config.gone import words_without
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
 from runner.run.directory import works
-from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Records, outcome
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, outcome
 from runner.tracking.formats import amount
 from runner.tracking.progress_file import Progress, read_progress
 
@@ -64,10 +64,10 @@ class Scan:
     # In the order of their folders; those of a sweep as its ledger has them, with the jobs that have not started
     rows: list[JobRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was ignored or could not be read
-    sweeps: dict[Path, Records] = field(default_factory=dict)  # their ledgers, by folder
+    sweeps: dict[Path, Ledger] = field(default_factory=dict)  # their ledgers, by folder
     was: dict[str, Any] = field(default_factory=dict)  # settings in ledgers that are gone, see `runner.config.gone`
     _visited: set[Path] = field(default_factory=set)
-    _around: dict[Path, Records] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
+    _around: dict[Path, Ledger] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
 
     def add(self, folder: Path) -> None:
         """Add what is at or below a folder and was not there before; links to folders are not followed."""
@@ -82,10 +82,10 @@ class Scan:
             self._add_run(folder, entry, around)
             return
         self._visited.add(place)
-        records = self._read(folder)
-        entries = {entry.folder: entry for entry in records.jobs.values()}
-        if records.launches:
-            self.sweeps[folder] = records
+        ledger = self._read(folder)
+        entries = {entry.folder: entry for entry in ledger.jobs.values()}
+        if ledger.launches:
+            self.sweeps[folder] = ledger
         inside = set[Path]()
         # A folder that cannot be read is noted, and the others are shown
         try:
@@ -94,34 +94,34 @@ class Scan:
         except OSError as error:
             self.notes += [] if isinstance(error, FileNotFoundError) else [f"{folder}: {error.strerror}"]
         # The folder of a job that started again in another one does not count.
-        self._visited |= {place / path.name for path in inside - entries.keys() if path.name in records.folders}
+        self._visited |= {place / path.name for path in inside - entries.keys() if path.name in ledger.folders}
         # A search keeps the result of a trial whose folder is gone; any other job starts again.
-        gone = {path for path, entry in entries.items() if not records.planned and entry.status in ENDED}
+        gone = {path for path, entry in entries.items() if not ledger.planned and entry.status in ENDED}
         for path in sorted(
             inside | gone, key=lambda path: (int(path.name) if path.name.isdecimal() else math.inf, path.name)
         ):
             if path in entries:
-                self._add_run(path, entries[path], records)
+                self._add_run(path, entries[path], ledger)
             else:
                 self.add(path)
         # Jobs that were planned and have no folder are pending
-        started = {job for job, entry in records.jobs.items() if entry.folder in inside}
-        left = [words for job, words in records.planned.items() if job not in started]
+        started = {job for job, entry in ledger.jobs.items() if entry.folder in inside}
+        left = [words for job, words in ledger.planned.items() if job not in started]
         self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
 
-    def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
+    def _add_run(self, folder: Path, entry: Entry | None, around: Ledger) -> None:
         if (place := _absolute(folder)) not in self._visited:
             self._visited.add(place)
             self.rows.append(_row_of(folder, entry, around.last.flags or []))
 
-    def _read(self, folder: Path) -> Records:
+    def _read(self, folder: Path) -> Ledger:
         """The ledger in a folder, with a note on what it has elsewhere."""
-        records = Ledger(folder).read()
-        self.was |= records.was
-        if outside := list(dict.fromkeys(records.outside)):  # a job has several lines
+        ledger = Ledger.read(folder)
+        self.was |= ledger.was
+        if outside := list(dict.fromkeys(ledger.outside)):  # a job has several lines
             ignored = f"ignored {amount(len(outside), 'job')} of {NAME} whose folder is a link or not in the sweep"
             self.notes.append(f"{folder}: {ignored}: {outside[0]}{', ...' if len(outside) > 1 else ''}")
-        return records
+        return ledger
 
 
 def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:

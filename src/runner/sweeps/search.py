@@ -140,7 +140,7 @@ class Search(Jobs):
         # Drawn values are checked as if they had been typed
         checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
         composition = self._command.composed([*self._words, *checked.accepted])
-        known = identity(composition.values | self._sweep.records.was, composition.overrides, self.plan.swept)
+        known = identity(composition.values | self._sweep.ledger.was, composition.overrides, self.plan.swept)
         planned = Planned(trial.index * self._seeds + ended, known, composition, " ".join(words), environment)
         self._running[planned.number] = trial
         return planned

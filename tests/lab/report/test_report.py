@@ -257,7 +257,6 @@ def test_two_runs_are_compared_and_the_command_for_their_weights_works(
         (["RUNS", "against=nowhere"], "against: there is no nowhere"),
         (["RUNS", "tolerance.step=0.1"], "against=PLACE"),
         (["RUNS", "tolerance=0.1"], "tolerance.metric"),
-        (["RUNS", "epochs=3"], "to_pandas().query()"),
         (["name=digits"], "takes folders, not name=\n    allowed: report outputs/digits"),
         (["ckpt_path=RUNS"], "report RUNS"),
     ],
