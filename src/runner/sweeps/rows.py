@@ -9,7 +9,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,12 +30,12 @@ WITHOUT_RESULT = (*FAILED, "pruned")
 _OF_CONFIGS = ("--config-dir", "-cd", "--config-name", "-cn")
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class JobRow:
     """One run, or one job of a sweep as `sweep.json` has it, without the last three."""
 
-    job: str  # its place below the folder that was looked at; in a sweep its number
-    varied: tuple[str, ...]  # the overrides that not all others have
+    job: str = "-"  # its place below the folder that was looked at; in a sweep its number
+    varied: tuple[str, ...] = ()  # the overrides that not all others have
     overrides: tuple[str, ...]
     status: str  # `finished`, `failed`, `preempted`, `died` if it was killed, `running`, `pending` if it did not start, `pruned`
     metric: str | None = None  # the monitored metric, such as `val/accuracy`
@@ -107,7 +107,7 @@ class Scan:
         # Jobs that were planned and have no folder are pending
         started = {job for job, entry in ledger.jobs.items() if entry.folder in inside}
         left = [words for job, words in ledger.planned.items() if job not in started]
-        self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
+        self.rows += [JobRow(overrides=tuple(words), status="pending", folder=folder) for words in left]
 
     def _add_run(self, folder: Path, entry: Entry | None, around: Ledger) -> None:
         if (place := _absolute(folder)) not in self._visited:
@@ -138,24 +138,18 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
     counts = Counter(word for row in rows for word in set(row.overrides))
     common = {word for word, count in counts.items() if count == len(rows) > 1 or (swept and key_of(word) not in swept)}
     modes = {row.metric: row.mode for row in rows if row.mode is not None}
-    names = [row.folder.name if row.folder == folder else str(row.folder.relative_to(folder)) for row in rows]
-    rows = [
-        replace(
-            row,
-            job="-" if row.status == "pending" else name,
-            varied=tuple(word for word in row.overrides if word not in common),
-            mode=row.mode or modes.get(row.metric),  # the ledger has none, if the folder is gone
-        )
-        for row, name in zip(rows, names, strict=True)
-    ]
-    # The best is one of those with a result in the same metric and direction
-    ranked = sorted(
-        (row for row in rows if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT),
-        key=lambda row: (row.value or 0.0) * (1 if row.mode == "min" else -1),
-    )
-    # Reversed, so that among equal values the first one wins
-    best = {(row.metric, row.mode): id(row) for row in reversed(ranked)}.values()
-    return [replace(row, best=True) if id(row) in best else row for row in rows]
+    ranked = dict[tuple[str | None, str], list[JobRow]]()
+    for row in rows:
+        if row.status != "pending":
+            row.job = row.folder.name if row.folder == folder else str(row.folder.relative_to(folder))
+        row.varied = tuple(word for word in row.overrides if word not in common)
+        row.mode = row.mode or modes.get(row.metric)  # the ledger has none, if the folder is gone
+        if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT:
+            ranked.setdefault((row.metric, row.mode), []).append(row)
+    # The best is one of those with a result in the same metric and direction, the first of equal ones
+    for (_, mode), those in ranked.items():
+        (min if mode == "min" else max)(those, key=lambda row: row.value or 0.0).best = True
+    return rows
 
 
 def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
@@ -180,8 +174,6 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     best = found if isinstance(found := content.get("best"), dict) else {}
     step = number_or_none(best.get("global_step"))
     return JobRow(
-        job=folder.name,
-        varied=tuple(words),
         overrides=tuple(words),
         status=status,
         metric=comparable(ended.metric),
