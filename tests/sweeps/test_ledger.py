@@ -134,14 +134,9 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
     assert known(("performance",), ["performance=a"]) != known(("performance",), ["performance=b"])
 
 
-def begun(folder: Path) -> Ledger:
-    """A ledger with a launch."""
-    make_ledger(folder, None, [])
-    return Ledger.read(folder)
-
-
 def test_a_torn_last_line_is_skipped_and_the_next_one_is_whole(tmp_path):
-    ledger = begun(tmp_path)
+    make_ledger(tmp_path, None, [])
+    ledger = Ledger.read(tmp_path)
     ledger.append_job("a", Entry("started", folder=tmp_path / "0", overrides=["seed=0"]))
     with (tmp_path / NAME).open("ab") as file:
         file.write(b'{"event": "launch", "time": 1}\n\x00\n[]\n{"event": "finished", "jo')
@@ -300,7 +295,8 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
 
 
 def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
-    ledger = begun(tmp_path)
+    make_ledger(tmp_path, None, [])
+    ledger = Ledger.read(tmp_path)
     before, write = (tmp_path / NAME).read_bytes(), os.write
     entry = Entry("started", folder=tmp_path / "0", overrides=["seed=0"])
 

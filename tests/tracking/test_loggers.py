@@ -20,17 +20,13 @@ def _rows(path):
         return list(csv.reader(file))
 
 
-def test_a_json_line_is_on_the_disk_at_once_with_the_fixed_keys_first_and_nan_as_null(tmp_path):
-    logger = JsonLines()
+def test_json_lines_are_on_the_disk_at_once_and_continue_at_the_step_they_resume_from_or_at_the_end(tmp_path):
+    path, logger = tmp_path / "metrics.jsonl", JsonLines()
     logger.open(tmp_path, None)
     logger.log("train", {"loss": 0.5, "accuracy": math.nan}, 10, 1)
-    text = (tmp_path / "metrics.jsonl").read_text()
+    assert path.read_text() == '{"global_step": 10, "epoch": 1, "split": "train", "loss": 0.5, "accuracy": null}\n'
     logger.close()
-    assert text == '{"global_step": 10, "epoch": 1, "split": "train", "loss": 0.5, "accuracy": null}\n'
-
-
-def test_json_lines_continue_at_the_step_they_resume_from_or_at_the_end(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+    path.unlink()
     _log([JsonLines()], tmp_path, None, [("train", {"loss": 1.0 / step}, step) for step in (10, 20, 30)])
     path.write_text(path.read_text() + '{"global_step": 40, "epo')
     _log([JsonLines()], tmp_path, 20, [("train", {"loss": 0.0}, 30)])
