@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked import ForkedProgram
@@ -97,7 +98,7 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
     ledger, now = Ledger(tmp_path), time.time()
     plan = {str(number): [f"seed={number}"] for number in range(6)}
     launch = LAUNCH | {"jobs": plan}
-    ended = [
+    ended: list[dict[str, Any]] = [
         {"event": "finished" if n < 3 else "failed", "job": str(n), "overrides": [], "folder": str(n)} for n in range(4)
     ]
     first, second = ({"event": "launch", "time": now - ago, **launch} for ago in (1000, 60))

@@ -18,7 +18,8 @@ from typing import Any
 
 from runner.base.errors import UserError, first_line
 from runner.base.files import append, finite, write_atomically, writing
-from runner.tracking.background import Background, Logger, Row
+from runner.tracking.background import Background, Row
+from runner.tracking.background import Logger as Logger
 from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"
