@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -42,7 +43,7 @@ def search(run, tiny):
     return call
 
 
-def study_of(folder: Path) -> optuna.Study:
+def study_of(folder: Path) -> Any:
     storage = JournalStorage(JournalFileBackend(str(folder / JOURNAL)))
     return optuna.load_study(study_name="search", storage=storage)
 

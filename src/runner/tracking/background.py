@@ -34,7 +34,7 @@ class Row(NamedTuple):
 
 
 class Logger(Protocol):
-    """Receives metrics, on the main process only, in the order of steps."""
+    """Receives metrics, on the main process only, in the order of steps; ours inherit the methods that have nothing to do."""
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """Start to write into `directory`.
@@ -49,15 +49,15 @@ class Logger(Protocol):
 
     def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
         """Record the metrics of one split, such as `train` or `val`, after `global_step` optimizer steps."""
-        ...
+        return
 
     def flush(self) -> None:
         """Make everything logged so far survive the end of the process; called before each checkpoint."""
-        ...
+        return
 
     def close(self) -> None:
         """Finish; nothing is logged afterwards. May be called twice, and without `open`."""
-        ...
+        return
 
 
 @dataclass(kw_only=True, eq=False)
