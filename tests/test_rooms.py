@@ -203,7 +203,7 @@ BUDGET = {
     "distributed": 837,
     "engine": 2_937,
     "instrument": 631,  # attributes of a task, which a trial puts back
-    "lab": 6_112,
+    "lab": 6_111,
     "launch": 1_013,
     "models": 1_354,
     "optim": 1_214,

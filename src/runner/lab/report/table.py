@@ -267,5 +267,4 @@ def text_of(value: Any) -> str:
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """The keys that have another value, with both values; None for one that is not there."""
-    keys = dict.fromkeys([*first, *second])
-    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+    return [(key, first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)]
