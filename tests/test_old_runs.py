@@ -121,7 +121,7 @@ def test_a_sweep_half_done_is_continued_by_its_command(
         text = text.replace('"accumulate": 1', '"accumulate": "fewer"').replace('"epochs=3"', '"epochs=3", "old.key=3"')
         for rate in RATES:  # as a version with these keys knew the jobs
             job = [word if not word.startswith("optimizer.lr=") else f"optimizer.lr={rate}" for word in words]
-            values = compose(*job).values | Ledger(Path("sweep")).read().was
+            values = compose(*job).values | Ledger.read(Path("sweep")).was
             before, after = (
                 identity(each, job, ["optimizer.lr"]) for each in (values, values | AGED | {"accumulate": "fewer"})
             )
@@ -198,6 +198,18 @@ def test_an_argument_of_a_users_class_is_kept_whatever_it_is_called() -> None:
     }
     assert [[*drop(values)] for values in stored.values()] == [["data.mirror"], ["data.dataset.mirror", "data.mirror"]]
     assert stored["mine.Data"] == {"data": {"dataset": {"_target_": "mine.Data", "mirror": "a"}}}
+
+
+@pytest.mark.parametrize("target", ["mine.Data", "runner.data.sources.torchvision_sets.mnist"])
+def test_a_ledger_keeps_such_an_argument_too(tmp_path: Path, target: str) -> None:
+    word, kept, ledger = "+data.dataset.mirror=a", target == "mine.Data", Ledger(tmp_path)
+    base = {"data.dataset._target_": target, "data.dataset.mirror": "b"}
+    ledger.append("launch", swept=[], base=base, jobs={"0": [word]}, retry="failed")
+    ledger.append("started", job="0", folder="0", overrides=[word])
+    found = Ledger.read(tmp_path)
+    assert ("data.dataset.mirror" in found.last.base, found.was == {}) == (kept, kept)
+    assert found.planned["0"] == found.jobs["0"].overrides == ([word] if kept else [])
+    assert words_without([word, f"data.dataset._target_={target}"])[:-1] == ([word] if kept else [])
 
 
 def test_checkpointing_of_some_blocks_is_read_as_that_of_all() -> None:

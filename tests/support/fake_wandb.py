@@ -60,18 +60,10 @@ class FakeWandB(LocalServer):
     def _shown(self, run: str) -> dict[str, Any]:
         rows = self.rows.setdefault(run, {})
         tail = [json.dumps(rows[max(rows)])] if rows else []
-        shown: dict[str, Any] = {"id": run, "name": run, "displayName": run, "config": "{}", "summaryMetrics": "{}"}
-        shown |= {
-            "project": {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}},
-            "tags": [],
-            "eventsTail": "[]",
-        }
-        return shown | {
-            "historyLineCount": len(rows),
-            "historyTail": json.dumps(tail),
-            "logLineCount": 0,
-            "eventsLineCount": 0,
-        }
+        project = {"id": "1", "name": "p", "entity": {"id": "1", "name": "me"}}
+        shown: dict[str, Any] = {"id": run, "name": run, "displayName": run, "project": project, "tags": []}
+        shown |= {"config": "{}", "summaryMetrics": "{}", "eventsTail": "[]", "historyTail": json.dumps(tail)}
+        return shown | {"historyLineCount": len(rows), "logLineCount": 0, "eventsLineCount": 0}
 
     def _stream(self, run: str, sent: dict[str, Any]) -> None:
         part = (sent.get("files") or {}).get("wandb-history.jsonl")

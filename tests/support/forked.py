@@ -58,9 +58,13 @@ class ForkedProgram:
             raise subprocess.TimeoutExpired("runner", timeout or 0)
         return self.returncode
 
+    def out(self) -> str:
+        """What it has printed so far."""
+        return self._paths[0].read_text() if self._paths[0].exists() else ""
+
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         self.wait(timeout)
-        return tuple(path.read_text() if path.exists() else "" for path in self._paths)  # type: ignore[return-value]
+        return self.out(), self._paths[1].read_text() if self._paths[1].exists() else ""
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,10 @@ from typing import Any, TypeVar
 import psutil
 from forked import ForkedProgram
 
+from runner.sweeps.ledger import Ledger
+
 T = TypeVar("T")
+ENDED = "outputs/*/sweeps/*/*/summary.json"
 COMMANDS = '''
 """A launcher that starts the command of each job on this machine."""
 
@@ -60,6 +65,20 @@ def until(condition: Callable[[], T], program: ForkedProgram | None = None, seco
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.01)
     return found
+
+
+def kill_and_repeat(words: list[str], kills: int, workdir: Path) -> None:
+    """Kill the command of a sweep some times, each at a random moment after another job ended, and repeat it to its end."""
+    draw = random.Random(0)
+    for attempt in range(kills + 1):
+        known, program = len([*workdir.glob(ENDED)]), ForkedProgram(words)
+        if attempt < kills:
+            until(lambda: program.poll() is not None or len([*workdir.glob(ENDED)]) > known)  # noqa: B023
+            time.sleep(draw.random() * 0.3)
+            program.kill()
+        out, err = program.communicate(timeout=60)
+        assert all(Ledger.read(path.parent).launches for path in workdir.glob("outputs/*/sweeps/*/sweep.jsonl"))
+        assert program.returncode in ((0, -signal.SIGKILL) if attempt < kills else (0,)), err + out
 
 
 def jobs_of(workdir: Path) -> dict[str, int]:

@@ -16,13 +16,7 @@ def lay_down(runs: Path) -> None:
     config = stored.dump(compose("debug=smoke"))
     best = {"metric": "val/accuracy", "mode": "max", "value": 0.9, "global_step": 2, "loss": 0.3}
     summaries = {
-        "pruned": {
-            "status": "pruned",
-            "error": None,
-            "pruned": "worse than the median",
-            "best": best,
-            "global_step": 2,
-        },
+        "pruned": {"status": "pruned", "error": None, "pruned": "as the median", "best": best, "global_step": 2},
         "failed": {"status": "failed", "error": "RuntimeError: a bug", "best": best, "global_step": 2},
         "failed_early": {"status": "failed", "error": "there is no such file"},
         "killed": {"status": "running", "error": None, "best": None, "last": {}, "global_step": 0},

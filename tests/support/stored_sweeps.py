@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import live_table, look
 
 LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed"}
@@ -24,6 +25,14 @@ def make_job(folder: Path, words: list[str], value: float | None = 0.75, mode: s
     found = {"status": "finished", "error": None, "best": best, "wall_s": 61} | summary
     (folder / "summary.json").write_text(json.dumps(found))
     return folder
+
+
+def make_ledger(folder: Path, planned: list[list[str]] | None, events: list[dict[str, Any]], **more: Any) -> None:
+    """The ledger of a launch with these jobs, or of a search, and lines with the events of jobs 0, 1, ... in their order."""
+    jobs = None if planned is None else {str(number): words for number, words in enumerate(planned)}
+    Ledger(folder).append("launch", **LAUNCH | {"swept": ["optimizer.lr", "seed"], "jobs": jobs} | more)
+    for number, event in enumerate(events):
+        Ledger(folder).append(**{"job": str(number), "folder": str(number)} | event)
 
 
 class FakeTerminal(io.StringIO):

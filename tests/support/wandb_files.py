@@ -31,20 +31,18 @@ def records(path: Path) -> Iterator[Any]:
             yield record
 
 
-def history(directory: Path) -> list[dict[str, Any]]:
-    """The rows that were logged into the files of a run directory, in the order of the files."""
-    rows = []
+def _of_kind(directory: Path, kind: str) -> Iterator[Any]:
+    """The messages of a kind in all files of a run directory, in the order of the files."""
     for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
-        for record in records(path):
-            if record.WhichOneof("record_type") == "history":
-                items = record.history.item
-                rows.append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
-    return rows
+        yield from (getattr(each, kind) for each in records(path) if each.WhichOneof("record_type") == kind)
+
+
+def history(directory: Path) -> list[dict[str, Any]]:
+    """The rows that were logged."""
+    rows = _of_kind(directory, "history")
+    return [{"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in row.item} for row in rows]
 
 
 def exit_codes(directory: Path) -> list[int]:
     """How each file says that its process ended."""
-    found = []
-    for path in sorted(directory.glob("wandb/offline-run-*/*.wandb")):
-        found += [each.exit.exit_code for each in records(path) if each.WhichOneof("record_type") == "exit"]
-    return found
+    return [each.exit_code for each in _of_kind(directory, "exit")]

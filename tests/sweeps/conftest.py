@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from running_sweeps import COMMANDS
 from tiny_runs import made_once, tiny, trained
 
 __all__ = ["made_once", "tiny", "trained"]
@@ -35,3 +36,14 @@ def refused(run: Callable[..., Any], tiny: tuple[str, ...], workdir: Path) -> Ca
         return result.err
 
     return call
+
+
+@pytest.fixture
+def commands_launcher(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """The words that choose a launcher of the user's, which runs the commands of jobs."""
+    (workdir / "mine.py").write_text(COMMANDS)
+    launcher = workdir / "my_conf/hydra/launcher/commands.yaml"
+    launcher.parent.mkdir(parents=True)
+    launcher.write_text("_target_: mine.Commands\nwords: [nice]\n")
+    monkeypatch.syspath_prepend(workdir)
+    return ("--config-dir=my_conf", "hydra/launcher=commands")

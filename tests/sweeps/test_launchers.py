@@ -9,28 +9,15 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 from extras import needs
 from forked import ForkedProgram
-from running_sweeps import COMMANDS, digests, events, jobs_of, processes_in, until
-
-from runner.config.app import as_problem
+from running_sweeps import digests, events, jobs_of, processes_in, until
 
 LONG = ("--multirun", "seed=0,1", "epochs=60", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 RAY = ("hydra/launcher=ray", "+hydra.launcher.init.num_cpus=2")
-
-
-@pytest.fixture
-def mine(workdir: Path) -> tuple[str, ...]:
-    """The words that choose a launcher of the user's, which runs the commands of jobs."""
-    Path("mine.py").write_text(COMMANDS)
-    launcher = Path("my_conf/hydra/launcher/commands.yaml")
-    launcher.parent.mkdir(parents=True)
-    launcher.write_text("_target_: mine.Commands\nwords: [nice]\n")
-    return ("--config-dir=my_conf", "hydra/launcher=commands")
 
 
 def counts(folder: Path) -> Counter[str]:
@@ -40,9 +27,9 @@ def counts(folder: Path) -> Counter[str]:
 @pytest.mark.extended
 @pytest.mark.slow
 def test_the_command_of_a_job_has_the_same_bits_and_a_job_that_fails_early_keeps_its_folder(
-    trained, spawn, tiny, workdir, mine
+    trained, spawn, tiny, workdir, commands_launcher
 ):
-    words = (*tiny, *mine, "--multirun", "model.width=4,0", "sweep.retry=never")
+    words = (*tiny, *commands_launcher, "--multirun", "model.width=4,0", "sweep.retry=never")
     first = spawn("train", *words)
     assert first.returncode == 1, first.stdout + first.stderr
     [folder] = workdir.glob("outputs/*/sweeps/*")
@@ -59,12 +46,12 @@ def test_the_command_of_a_job_has_the_same_bits_and_a_job_that_fails_early_keeps
 @pytest.mark.slow
 @pytest.mark.extended
 def test_a_killed_command_of_a_sweep_that_begins_with_a_checkpoint_continues_with_its_own(
-    trained, spawn, tiny, workdir, mine
+    trained, spawn, tiny, workdir, commands_launcher
 ):
     sweep = ("--multirun", f"ckpt_path={trained}", "epochs=40,400", "checkpoint.min_seconds=0")
     whole = spawn("train", *sweep, "output_root=whole")
     assert whole.returncode == 0, whole.stdout + whole.stderr
-    words = ["train", *mine, *sweep]
+    words = ["train", *commands_launcher, *sweep]
     program = ForkedProgram(words)
     until(lambda: [*workdir.glob("outputs/*/sweeps/*/1/checkpoints/last*")], program)
     os.kill(jobs_of(workdir / "outputs")["1"], signal.SIGKILL)
@@ -168,6 +155,3 @@ def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(refused, monk
 )
 def test_launchers_that_are_gone_are_named_with_what_replaces_them(refused, name, instead):
     assert f"did you mean '{instead}'?" in refused("--multirun", f"hydra/launcher={name}", "seed=0,1")
-    others = SimpleNamespace(missing_cfg_file=f"hydra/launcher/{name}", options=["basic", "pool", "ray", "slurm"])
-    problem = as_problem(others)  # type: ignore[arg-type]
-    assert (problem.key, problem.nearest) == ("hydra/launcher", instead)

@@ -76,8 +76,7 @@ def test_a_job_that_a_killed_sweep_left_is_waited_for_and_continued(workdir, tin
     program.kill()
     program.wait(60)
     again = ForkedProgram(words)
-    shown = again._paths[0]
-    until(lambda: shown.exists() and "is still being written by an earlier process" in shown.read_text(), again)
+    until(lambda: "is still being written by an earlier process" in again.out(), again)
     os.kill(job, signal.SIGCONT)
     out, err = again.communicate(timeout=60)
     assert again.returncode == 0, err + out

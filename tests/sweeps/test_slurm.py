@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
-import random
-import shlex
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import forked
@@ -28,17 +25,23 @@ POOL = ("--multirun", "seed=0,1", "hydra/launcher=pool", "hydra.launcher.per_dev
 LONG = ("epochs=200", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 
 
+def make_tools(workdir, monkeypatch, script, *names):
+    """Stand-ins for commands of SLURM, found before others."""
+    for name in names:
+        path = workdir / "tools" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(script)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{workdir / 'tools'}:{os.environ['PATH']}")
+
+
 @pytest.fixture
 def slurm(workdir, monkeypatch):
     """A job of SLURM whose `scontrol` notes what it is asked; gives what was asked, and sets the state of the job."""
-    tools = workdir / "tools"
-    tools.mkdir()
-    tool, asked, state = tools / "scontrol", tools / "asked", tools / "state"
+    asked, state = workdir / "tools/asked", workdir / "tools/state"
     answer = f'[ "$1" = show ] && echo "JobId=77 JobState=$(cat {state}) Restarts=0"'
-    tool.write_text(f'#!/bin/sh\necho "$*" >> {asked}\n{answer}\nexit 0\n')
-    tool.chmod(0o755)
+    make_tools(workdir, monkeypatch, f'#!/bin/sh\necho "$*" >> {asked}\n{answer}\nexit 0\n', "scontrol")
     state.write_text("RUNNING")
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
 
     def call(now: str = "") -> list[str]:
@@ -145,12 +148,7 @@ exit 0
 @pytest.fixture
 def commands(workdir, monkeypatch):
     """Stand-ins for the commands of SLURM, which note how they are called, and jobs that nothing runs."""
-    tools = workdir / "tools"
-    tools.mkdir()
-    for name in ("sbatch", "squeue"):
-        (tools / name).write_text(STAND_IN)
-        (tools / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    make_tools(workdir, monkeypatch, STAND_IN, "sbatch", "squeue")
     monkeypatch.setattr("runner.launch.slurm._PERIOD_S", 0.0)
     return workdir
 
@@ -255,73 +253,12 @@ def test_wrong_values_are_refused(problems, word):
     assert word.partition("=")[0] in problems(word)
 
 
-LOOKS_OFTEN = """
-import sys
-import runner.launch.slurm
-from runner.cli import main
-runner.launch.slurm._PERIOD_S = 0.5
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.fixture
-def check(workdir):
-    """A cluster, and the functions of the script that checks what is promised about its jobs."""
-    spec = importlib.util.spec_from_file_location("slurm_check", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    cluster = sys.modules["slurm_local.cluster"]
-    if why := cluster.missing():
+@pytest.mark.slow
+@pytest.mark.extended
+def test_on_a_real_cluster_sweeps_and_a_preempted_run_continue_with_the_same_bits(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parents[1])
+    if why := importlib.import_module("slurm_local.cluster").missing():
         pytest.skip(why)
-    folder = workdir / "cluster"
-    cluster.start(folder)
-    found = module.Check(workdir, cluster.environment(folder), random.Random(0))
-    yield found
-    cluster._call(folder, "scancel", "--user=root", "--signal=KILL", "--full")
-    found.wait(lambda: not found.call("squeue", "--noheader").stdout, "the end of all jobs")
-    with ThreadPoolExecutor() as pool:  # each daemon takes two seconds to end
-        [*pool.map(lambda name: cluster._end(folder, name), ("slurmd", "slurmctld", "munged"))]
-    cluster.stop(folder)
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_on_a_real_cluster_a_warned_job_continues_and_a_sweep_finds_its_jobs_again(
-    check, run, tiny, workdir, monkeypatch
-):
-    def queue():
-        """All jobs that the cluster has had."""
-        return check.call("squeue", "--noheader", "--array", "--states=all", "--format=%i").stdout.split()
-
-    monkeypatch.setenv("SLURM_CONF", check.environment["SLURM_CONF"])
-    long = (*tiny, *LONG, "epochs=60")
-    command = shlex.join(["srun", sys.executable, "-m", "runner", "train", *long, "output_root=warned"])
-    warned = check.submit("warned", command)
-    sweep = ("train", *tiny, "--multirun", "hydra/launcher=slurm", "model.width=4,0", "sweep.retry=never")
-    script = workdir / "sweep.py"
-    script.write_text(LOOKS_OFTEN)
-    program = ForkedProgram(sweep, script=str(script))
-    check.wait(lambda: len(queue()) == 3, "the jobs of the sweep")
-    check.wait(lambda: "started" in program._paths[0].read_text(), "the ledger")
-    program.send_signal(signal.SIGINT)
-    assert program.wait(60) == 75
-    again = ForkedProgram(sweep, script=str(script))
-    warned.wait(lambda: warned.steps() > 2, "progress")
-    check.call("scancel", "--signal=USR1", warned.number)
-    expected = run("train", *long).summary["weights_sha256"]
-    out, err = again.communicate(timeout=60)
-    assert again.returncode == 1, out + err
-    assert "1 of 2 jobs finished" in out
-    assert "model.width=0: failed: model.width: " in out + err
-    assert warned.wait_for_end() == "COMPLETED", warned.said()
-    assert (warned.restarts, len(warned.runs), warned.output.read_text().count("is requeued")) == (1, 1, 1)
-    assert warned.summary()["weights_sha256"] == expected
-    assert len(queue()) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_on_a_real_cluster_sweeps_continue_and_a_preempted_run_too(check):
     parts = ("array", "sweep_killed", "sweep_of_ranks", "preempted", "--preemptions=2")
     done = subprocess.run([sys.executable, SCRIPT, *parts], capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -32,28 +32,11 @@ def test_a_sweep_shows_what_varied_and_marks_the_best(tmp_path):
     assert [job["value"] for job in stored["jobs"]] == [0.9, 0.99, 0.95]
 
 
-def test_jobs_that_failed_or_died_are_reported_with_their_reason(tmp_path):
-    error = "optimizer.lr must be positive\nTraceback ..."
-    make_job(tmp_path / "0", ["a=1"], 0.999, status="failed", error=error)
-    make_job(tmp_path / "1", ["a=2"], status="running", best=None)
-    (make_job(tmp_path / "2", ["a=3"]) / "summary.json").unlink()
-    make_job(tmp_path / "3", ["a=4"], 0.5)
-    rows = summarise(tmp_path)
-    assert [row.status for row in rows] == ["failed", "died", "died", "finished"]
-    assert [row.best for row in rows] == [False, False, False, True]
-    assert rows[3].varied == ("a=4",)
-    failed, text = _shown(rows)
-    assert failed
-    assert "error: job 0 failed: optimizer.lr must be positive\n" in text
-    assert "error: job 1 died: it is still marked as running" in text
-    assert "error: job 2 died: it left no summary.json" in text
-    assert "Traceback" not in text
-
-
-def test_the_best_is_the_smallest_where_smaller_is_better_and_nan_never_wins(tmp_path):
+def test_the_best_is_the_smallest_where_smaller_is_better_and_neither_nan_nor_a_failed_job(tmp_path):
     for job, value in enumerate([None, 0.5, 0.25]):
         make_job(tmp_path / str(job), [f"seed={job}"], value, "min")
-    assert [row.best for row in summarise(tmp_path)] == [False, False, True]
+    make_job(tmp_path / "3", ["seed=3"], 0.125, "min", status="failed", error="it broke")
+    assert [row.best for row in summarise(tmp_path)] == [False, False, True, False]
 
 
 def test_jobs_are_in_the_order_of_their_numbers_without_a_spread_where_nothing_repeats(tmp_path):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ import stored_sweeps
 from extended import some
 from stored_sweeps import live_text, make_job
 
-from runner.sweeps.rows import Scan, rows_in
+from runner.sweeps.rows import Scan
 from runner.sweeps.table import changes, look, print_table, progress_line, summarise
 from runner.tracking.console import Console
 
@@ -97,6 +96,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "swept": [3, "seed", [[1]]],
     "flags": [3, "abc", [1]],
     "time": ["x", None, []],
+    "base": [3, ["a"], None],
 }
 
 
@@ -168,10 +168,3 @@ def test_markdown_shows_the_command_of_a_failed_job_as_it_is(tmp_path: Path) -> 
     assert shlex.split(command.partition("again: ")[2])[-1] == word.replace("\n", " ")
     assert not any("<script" in line or line.startswith("# no") for line in lines)
     assert row.repeat is not None
-
-
-def test_a_folder_of_runs_that_vanishes_while_it_is_read_is_empty(tmp_path: Path) -> None:
-    make_job(tmp_path / "sweep" / "0", ["seed=0"])
-    assert len(rows_in(tmp_path / "sweep")) == 1
-    shutil.rmtree(tmp_path / "sweep")
-    assert rows_in(tmp_path / "sweep") == []

@@ -16,10 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from forked import ForkedProgram
 from lock_holder import held_elsewhere
-from stored_sweeps import LAUNCH, live_text, make_job
+from running_sweeps import until
+from stored_sweeps import LAUNCH, live_text, make_job, make_ledger
 
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import changes, follow, headline_of, look, progress_line, result_of, seconds_left, short
@@ -51,11 +54,8 @@ def sweep(tmp_path: Path) -> Path:
     job(folder / "0", words[0], "finished", value=0.75)
     job(folder / "1", words[1], "failed")
     job(folder / "2", words[2], "running", progress(metric="val/accuracy", last=0.5, best=0.875, best_step=20))
-    ledger = Ledger(folder)
-    jobs = {str(number): each for number, each in enumerate(words)}
-    ledger.append("launch", **LAUNCH | {"swept": ["optimizer.lr"], "jobs": jobs})
-    for number, event in enumerate(("finished", "failed", "started")):
-        ledger.append(event, job=str(number), overrides=words[number], folder=str(number))
+    states = zip(("finished", "failed", "started"), words, strict=False)
+    make_ledger(folder, words, [{"event": event, "overrides": own} for event, own in states], swept=["optimizer.lr"])
     return folder
 
 
@@ -98,17 +98,16 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
     ledger, now = Ledger(tmp_path), time.time()
     plan = {str(number): [f"seed={number}"] for number in range(6)}
     launch = LAUNCH | {"jobs": plan}
-    lines = [{"event": "launch", "time": now - 1000, **launch}]
-    lines += [
-        {"event": "finished", "time": now - 900, "job": str(n), "overrides": [], "folder": str(n)} for n in (0, 1, 2)
+    ended: list[dict[str, Any]] = [
+        {"event": "finished" if n < 3 else "failed", "job": str(n), "overrides": [], "folder": str(n)} for n in range(4)
     ]
-    lines += [{"event": "launch", "time": now - 60, **launch}]
-    ledger.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert seconds_left(ledger.read()) is None, "three were skipped, and none of this launch has ended"
-    ended = {"event": "failed", "time": now, "job": "3", "overrides": [], "folder": "3"}
-    ledger.path.write_text(ledger.path.read_text() + json.dumps(ended) + "\n")
-    assert seconds_left(ledger.read()) == pytest.approx(120, abs=5)
-    assert headline_of(ledger.read()).startswith("3 finished, 1 failed, about 2:0")
+    first, second = ({"event": "launch", "time": now - ago, **launch} for ago in (1000, 60))
+    lines = [first, *ended[:3], second]
+    (tmp_path / "sweep.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert seconds_left(Ledger.read(tmp_path)) is None, "three were skipped, and none of this launch has ended"
+    ledger.append(**ended[3])
+    assert seconds_left(Ledger.read(tmp_path)) == pytest.approx(120, abs=5)
+    assert headline_of(Ledger.read(tmp_path)).startswith("3 finished, 1 failed, about 2:0")
 
 
 def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):
@@ -156,33 +155,19 @@ def owner(sweep) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-def start_watch(folder: Path) -> tuple[subprocess.Popen[str], str]:
-    """A process that follows a folder, and the first line that it prints."""
-    command = [sys.executable, "-m", "runner", "watch", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline()
+@pytest.fixture
+def watch(sweep, owner) -> ForkedProgram:
+    """A program that follows the sweep, and has printed its first line."""
+    program = ForkedProgram(["watch", str(sweep)])
+    until(lambda: program.out().startswith("job 2 running: optimizer.lr=0.3\n"), program)
+    return program
 
 
-def rest_of(process: subprocess.Popen[str]) -> str:
-    """What a process prints until it ends; it is killed if that takes a minute."""
-    assert process.stdout is not None
-    late = threading.Timer(60, process.kill)
-    late.start()
-    with process.stdout as stream:
-        text = stream.read()
-    process.wait()
-    late.cancel()
-    return text
-
-
-def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(sweep, owner):
-    process, first = start_watch(sweep)
-    assert first == "job 2 running: optimizer.lr=0.3\n"
+def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(watch, owner):
     owner.kill()
     owner.wait()
-    out = rest_of(process)
-    assert process.returncode == 0
+    out, _ = watch.communicate(60)
+    assert watch.returncode == 0
     assert "job 2 died: optimizer.lr=0.3: it is still marked as running: it was killed; log: " in out
     assert re.search("^ *2 +optimizer.lr=0.3 +died ", out, re.MULTILINE)
 
@@ -208,13 +193,10 @@ def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, mo
     assert b"error: job 2 died: it is still marked as running: it was killed" in below
 
 
-def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
-    process, first = start_watch(sweep)
-    assert first == "job 2 running: optimizer.lr=0.3\n"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out = rest_of(process)
-    assert process.returncode == 0
+def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(watch, owner):
+    watch.send_signal(signal.SIGINT)
+    out, _ = watch.communicate(60)
+    assert watch.returncode == 0
     assert re.search("^ *2 +optimizer.lr=0.3 +running +━━────── 25% +0.875 +cpu ", out, re.MULTILINE)
     assert owner.poll() is None
 

@@ -19,7 +19,6 @@ from runner.tracking.progress_file import NAME, Progress, read_progress
 def now(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(console_module, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr("runner.tracking.progress_file.time.monotonic", lambda: clock[0])
     return clock
 
 

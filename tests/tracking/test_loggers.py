@@ -20,17 +20,13 @@ def _rows(path):
         return list(csv.reader(file))
 
 
-def test_a_json_line_is_on_the_disk_at_once_with_the_fixed_keys_first_and_nan_as_null(tmp_path):
-    logger = JsonLines()
+def test_json_lines_are_on_the_disk_at_once_and_continue_at_the_step_they_resume_from_or_at_the_end(tmp_path):
+    path, logger = tmp_path / "metrics.jsonl", JsonLines()
     logger.open(tmp_path, None)
     logger.log("train", {"loss": 0.5, "accuracy": math.nan}, 10, 1)
-    text = (tmp_path / "metrics.jsonl").read_text()
+    assert path.read_text() == '{"global_step": 10, "epoch": 1, "split": "train", "loss": 0.5, "accuracy": null}\n'
     logger.close()
-    assert text == '{"global_step": 10, "epoch": 1, "split": "train", "loss": 0.5, "accuracy": null}\n'
-
-
-def test_json_lines_continue_at_the_step_they_resume_from_or_at_the_end(tmp_path):
-    path = tmp_path / "metrics.jsonl"
+    path.unlink()
     _log([JsonLines()], tmp_path, None, [("train", {"loss": 1.0 / step}, step) for step in (10, 20, 30)])
     path.write_text(path.read_text() + '{"global_step": 40, "epo')
     _log([JsonLines()], tmp_path, 20, [("train", {"loss": 0.0}, 30)])
@@ -53,7 +49,10 @@ def _log(loggers, directory, resume_step, lines):
         logger.close()
 
 
-def test_csv_files_have_a_column_for_each_metric(tmp_path):
+def test_csv_files_are_written_whole_with_a_column_for_each_metric_beside_files_of_others(tmp_path):
+    (tmp_path / "metrics_train.csv").write_text("global_step,epoch,loss\n15,1,0.")
+    foreign = tmp_path / "metrics_of_mine.csv"
+    foreign.write_text("a,b\nx,y")
     train = [({"loss": 0.5}, 10), ({"loss": 0.25, "lr": math.nan}, 20), ({"lr": 0.1}, 30)]
     _log([JsonLines(), Csv()], tmp_path, None, [*(("train", *line) for line in train), ("val", {"loss": 0.125}, 30)])
     assert _rows(tmp_path / "metrics_train.csv") == [
@@ -63,16 +62,6 @@ def test_csv_files_have_a_column_for_each_metric(tmp_path):
         ["30", "1", "", "0.1"],
     ]
     assert _rows(tmp_path / "metrics_val.csv") == [["global_step", "epoch", "loss"], ["30", "1", "0.125"]]
-
-
-def test_csv_files_of_a_resumed_run_have_what_metrics_jsonl_has(tmp_path):
-    _log([JsonLines(), Csv()], tmp_path, None, [("train", {"loss": 1.0}, step) for step in (10, 20, 30)])
-    path, foreign = tmp_path / "metrics_train.csv", tmp_path / "metrics_of_mine.csv"
-    path.write_text(path.read_text() + "15,1,0.")
-    foreign.write_text("a,b\nx,y")
-    _log([JsonLines(), Csv()], tmp_path, 20, [("train", {"loss": 0.0, "accuracy": 1.0}, 30)])
-    assert [row[0] for row in _rows(path)] == ["global_step", "10", "20", "30"]
-    assert _rows(path)[-1] == ["30", "1", "0.0", "1.0"]
     assert foreign.read_text() == "a,b\nx,y"
 
 
@@ -95,12 +84,16 @@ def test_csv_files_of_a_long_run_are_written_less_often_than_checkpoints(tmp_pat
     assert len(_rows(tmp_path / "metrics_train.csv")) - 1 == 4
 
 
-def _scalars(folder, tag):
+def _events(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars(tag)]
+    return events
+
+
+def _scalars(folder, tag):
+    return [(event.step, event.value) for event in _events(folder).Scalars(tag)]
 
 
 @pytest.mark.parametrize("due", [False, True], ids=["evaluated", "evaluation due"])
@@ -196,19 +189,13 @@ def test_every_shipped_option_builds_its_loggers(option):
         assert getattr(importlib.import_module(module), attribute)(**node)
 
 
-def _images(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder / "tensorboard"))
-    events.Reload()
-    return {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
-
-
 def test_tensorboard_gets_the_first_sample_of_each_split_and_the_weights_keep_their_bits(train):
     words = ("max_steps=6", "log.every_steps=1", "checkpoint.every_steps=3", "model=mlp", "evaluate.test=false")
     plain, full = train(*words), train(*words, "logger=tensorboard", "logger.tensorboard.images=true")
     assert full.summary["weights_sha256"] == plain.summary["weights_sha256"]
-    assert _images(full.directory) == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
+    events = _events(full.directory)
+    found = {tag: [event.step for event in events.Images(tag)] for tag in events.Tags()["images"]}
+    assert found == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
 
 
 def _divides_by_zero() -> list[object]:

@@ -1,4 +1,6 @@
-"""Metrics are handed on in order, and soon enough."""
+"""Metrics are passed on in order, and soon enough."""
+
+from __future__ import annotations
 
 import pytest
 
@@ -6,55 +8,33 @@ from runner.tracking import reporting
 from runner.tracking.reporting import MetricsBuffer
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    class Clock:
-        now = 100.0
-
-    monkeypatch.setattr(reporting.time, "monotonic", lambda: Clock.now)
-    return Clock
-
-
-def test_what_comes_quickly_waits_for_a_second_and_comes_in_order(clock):
-    taken = []
-    box = MetricsBuffer([lambda split, metrics, step, epoch: taken.append((split, metrics["loss"], step, epoch))])
-    box("train", {"loss": 3.0}, 1, 1)
-    assert taken == [("train", 3.0, 1, 1)]
-    clock.now += 0.4
-    box("train", {"loss": 2.0}, 2, 1)
-    assert len(taken) == 1
-    clock.now += 0.6
-    box("train", {"loss": 1.0}, 3, 2)
-    assert taken[1:] == [("train", 2.0, 2, 1), ("train", 1.0, 3, 2)]
-
-
-def test_slow_steps_are_handed_on_one_by_one_and_an_evaluation_takes_along_what_waits(clock):
-    taken = []
-    box = MetricsBuffer([lambda split, *_: taken.append(split)])
-    for step in range(3):
-        clock.now += 1.0
-        box("train", {}, step, 1)
-        assert len(taken) == step + 1
-    for split in ("train", "val"):
-        box(split, {}, 4, 1)
-    assert taken == ["train"] * 4 + ["val"]
+@pytest.mark.parametrize(
+    "calls",  # seconds since the one before, the split, and how many have been passed on then
+    [
+        [(0.0, "train", 1), (0.4, "train", 1), (0.6, "train", 3)],
+        [(1.0, "train", 1), (1.0, "train", 2), (1.0, "train", 3)],
+        [(0.0, "train", 1), (0.1, "train", 1), (0.0, "val", 3), (0.1, "train", 3)],
+    ],
+    ids=["quick steps wait for a second", "slow steps come one by one", "an evaluation takes along what waits"],
+)
+def test_metrics_are_passed_on_in_order_after_a_second(monkeypatch, calls):
+    now, first, second = [100.0], [], []
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now[0])
+    buffer = MetricsBuffer([lambda *metrics: first.append(metrics), lambda *metrics: second.append(metrics)])
+    for step, (later, split, passed) in enumerate(calls):
+        now[0] += later
+        buffer(split, {"loss": 1.0 / (step + 1)}, step, 1)
+        assert len(first) == passed
+    buffer.empty()
+    buffer.empty()
+    assert first == second == [(split, {"loss": 1 / (step + 1)}, step, 1) for step, (_, split, _) in enumerate(calls)]
 
 
-def test_emptying_hands_on_once_to_every_taker(clock):
-    first, second = [], []
-    box = MetricsBuffer([lambda *metrics: first.append(metrics[2]), lambda *metrics: second.append(metrics[2])])
-    for step in (1, 2, 3):
-        box("train", {}, step, 1)
-    box.empty()
-    box.empty()
-    assert first == second == [1, 2, 3]
-
-
-def test_what_could_not_be_handed_on_is_not_tried_again(clock):
+def test_what_could_not_be_passed_on_is_not_tried_again():
     def full(*metrics):
         raise OSError("no space")
 
-    box = MetricsBuffer([full])
+    buffer = MetricsBuffer([full])
     with pytest.raises(OSError, match="no space"):
-        box("train", {}, 1, 1)
-    box.empty()
+        buffer("train", {}, 1, 1)
+    buffer.empty()

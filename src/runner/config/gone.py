@@ -36,9 +36,8 @@ GONE: dict[str, Gone] = {
         "true for every block, or patterns of module names", default=False, values={int: True, float: True}
     ),
     "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
-    "data.dataset.mirror": Gone("put files of a mirror into data.root", default=None),
     "data.identity": Gone("set check, and run sha256sum on the files", default="check", values={"full": "check"}),
-    "data.mirror": Gone("put files of a mirror into data.root", default=None),
+    **dict.fromkeys(("data.mirror", "data.dataset.mirror"), Gone("put files of a mirror into data.root", default=None)),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     **{f"logger.{name}.max_share": Gone("leave it out", default=0.005) for name in ("mlflow", "wandb")},
     **{f"logger.tensorboard.{key}": _SUMMARIES for key in ("graph", "histograms", "hparams")},
@@ -50,9 +49,7 @@ GONE: dict[str, Gone] = {
         "set half of data.batch_size and twice accumulate, which gives the same update; or data.batch_size=auto",
         default="raise",
     ),
-    "position.micro_batch": Gone(""),
-    "position.pieces": Gone(""),
-    "position.skipped_steps": Gone(""),
+    **{f"position.{name}": Gone("") for name in ("micro_batch", "pieces", "skipped_steps")},
     "search.objectives": Gone("set checkpoint.monitor and checkpoint.mode to one metric", default={}),
     "search.warm_start": Gone(
         "continue a search with more search.trials, or narrow search.space to good values", default=None
@@ -65,7 +62,11 @@ GONE: dict[str, Gone] = {
 """By dotted key, which stands for all keys inside it, too; `KEY.*` for those alone. `position.NAME` is a field of a checkpoint."""
 
 
-def _entry(key: str) -> Gone | None:
+def _entry(key: str, values: Mapping[str, Any] | None = None, name: str = "") -> Gone | None:
+    # Arguments of a user's class are the user's, whatever they are called; `name` is the key inside `values`
+    target = f"{name.rpartition('.')[0]}._target_".lstrip(".")
+    if values is not None and not str(values.get(target, "runner.")).startswith("runner."):
+        return None
     parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
     # A key that had a number, a text or a switch had no keys inside it
     plain = (name for name in parents if not isinstance(getattr(GONE.get(name), "default", None), int | float | str))
@@ -76,11 +77,9 @@ def _entry(key: str) -> Gone | None:
 def drop(values: Any, prefix: str = "") -> dict[str, Any]:
     """Remove and replace what is gone in the content of a file; returns what was there by dotted key."""
     was = dict[str, Any]()
-    # Arguments of a user's class are the user's, whatever they are called
-    ours = isinstance(values, dict) and str(values.get("_target_", "runner.")).startswith("runner.")
     for name, value in [*values.items()] if isinstance(values, dict) else ():
         key = f"{prefix}{name}"
-        now = entry.now(value) if ours and (entry := _entry(key)) is not None else value
+        now = entry.now(value) if (entry := _entry(key, values, name)) is not None else value
         inner = drop(value, f"{key}.") if now is value else flatten(value, key)
         values[name], was = now, was | inner
         if now is ... or (inner and now == {}):  # or nothing is left of a section
@@ -88,12 +87,13 @@ def drop(values: Any, prefix: str = "") -> dict[str, Any]:
     return was
 
 
-def words_without(words: Iterable[str]) -> list[str]:
-    """The overrides in a file without what is gone."""
-    kept = list[str]()
+def words_without(words: Iterable[str], config: Mapping[str, Any] | None = None) -> list[str]:
+    """The overrides in a file without what is gone; `config` has what other files say, such as `_target_`, by dotted key."""
+    kept, words = list[str](), [*words]
+    values = dict(config or {}) | {key_of(word): word.partition("=")[2] for word in words}
     for word in words:
         key, _, value = word.partition("=")
-        entry = _entry(key_of(word))
+        entry = _entry(key_of(word), values, key_of(word))
         with contextlib.suppress(UserError):  # text that cannot be read is kept
             value = value if entry is None else plain(value, key)
         if (now := value if entry is None else entry.now(value)) is not ...:

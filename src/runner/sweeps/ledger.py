@@ -13,10 +13,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from pydantic import TypeAdapter
 
 from runner.base.files import writing
-from runner.base.reading import is_number, number_or_none, read_overrides, read_regular, read_summary
+from runner.base.reading import number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
 from runner.config.gone import drop, words_without
 from runner.config.keys import key_of
@@ -25,7 +27,6 @@ NAME = "sweep.jsonl"
 ENDED = ("finished", "pruned", "failed", "preempted")
 _LARGEST = 2**30  # bytes
 _LONGEST_NAME = 60  # of a folder; ours are numbers
-_OF_LAUNCH = ("time", "swept", "base", "jobs", "retry")
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,27 @@ class Entry(Outcome):
     launch: int = 0  # index of the launch that wrote the line
 
 
-@dataclass
-class Records:
-    """The content of a ledger: its launches in order, and the last line about each job by identity."""
+@dataclass(frozen=True)
+class Launch:
+    """The line that the process of a sweep begins with."""
 
-    launches: list[dict[str, Any]] = field(default_factory=list)
+    time: float  # in Unix seconds
+    swept: list[str]  # keys and groups that have several values
+    base: dict[str, Any]  # the values by dotted key that all jobs have in common
+    jobs: dict[str, list[str]] | None  # the overrides of each by identity; None for a search, which chooses them later
+    retry: str
+    flags: list[str] | None = None  # of the command, as far as one job alone needs them
+
+
+_LAUNCH = TypeAdapter(Launch)
+
+
+@dataclass
+class Ledger:
+    """The ledger in the folder of a sweep: its launches in order, and the last line about each job by identity."""
+
+    folder: Path
+    launches: list[Launch] = field(default_factory=list)
     jobs: dict[str, Entry] = field(default_factory=dict)
     folders: set[str] = field(default_factory=set)
     torn: bool = False  # a crash left the last line incomplete
@@ -60,53 +77,46 @@ class Records:
     was: dict[str, Any] = field(default_factory=dict)  # settings of the base that are gone, see `runner.config.gone`
 
     @property
-    def flags(self) -> list[str]:
-        """Flags of the last command, as far as one job alone needs them."""
-        return list(self.launches[-1].get("flags") or []) if self.launches else []
+    def last(self) -> Launch:
+        """The last launch, an empty one if there is none."""
+        return self.launches[-1] if self.launches else Launch(0.0, [], {}, {}, "failed")
 
     @property
     def planned(self) -> dict[str, list[str]]:
-        """The overrides of each job of the last launch by identity; empty for a search, which chooses them later."""
-        return (self.launches[-1]["jobs"] or {}) if self.launches else {}
+        """The overrides of each job of the last launch by identity; empty for a search."""
+        return self.last.jobs or {}
 
-
-class Ledger:
-    """The ledger in the folder of a sweep."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder / NAME
-
-    def read(self) -> Records:
-        """The content; lines that are not the ledger's, or that a crash left incomplete, are skipped.
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """What the file has; lines that are not the ledger's, or that a crash left incomplete, are skipped.
 
         A line that is lost may have named the folder of a planned job: the run in it has the words of the job.
         """
-        records = Records()
+        ledger = cls(folder)
         with contextlib.suppress(OSError):
-            content = read_regular(self.path, _LARGEST)
-            known = [self._add(records, line) for line in content.splitlines()]
-            records.torn = bool(known) and not (known[-1] or content.endswith(b"\n"))
-        lost = {compared(words): job for job, words in records.planned.items() if job not in records.jobs}
-        for words, path in (self.unnamed(records) if lost else {}).items():
+            content = read_regular(folder / NAME, _LARGEST)
+            known = [ledger._add(line) for line in content.splitlines()]
+            ledger.torn = bool(known) and not (known[-1] or content.endswith(b"\n"))
+        lost = {compared(words): job for job, words in ledger.planned.items() if job not in ledger.jobs}
+        for words, path in (ledger.unnamed() if lost else {}).items():
             if (job := lost.get(words)) is not None:
-                now = len(records.launches) - 1
-                records.jobs[job] = Entry("started", folder=path, overrides=records.planned[job], launch=now)
-        for job, entry in list(records.jobs.items()):
+                now = len(ledger.launches) - 1
+                ledger.jobs[job] = Entry("started", folder=path, overrides=ledger.planned[job], launch=now)
+        for job, entry in list(ledger.jobs.items()):
             if entry.folder.is_symlink():
-                records.outside.append(records.jobs.pop(job).folder.name)
-        return records
+                ledger.outside.append(ledger.jobs.pop(job).folder.name)
+        return ledger
 
-    def unnamed(self, records: Records) -> dict[tuple[str, ...], Path]:
+    def unnamed(self) -> dict[tuple[str, ...], Path]:
         """The runs in the folder that no line names, by their words as `compared` gives them."""
         found = dict[tuple[str, ...], Path]()
         for path in self.folder.glob("*/overrides.yaml"):
-            if path.parent.name not in records.folders and not path.parent.is_symlink():
+            if path.parent.name not in self.folders and not path.parent.is_symlink():
                 with contextlib.suppress(OSError, ValueError):  # a run that cannot be read is none of them
-                    found[compared(words_without(read_overrides(path.parent)))] = path.parent
+                    found[compared(words_without(read_overrides(path.parent), self.last.base))] = path.parent
         return found
 
-    def append(self, event: str, records: Records | None = None, **content: Any) -> None:
+    def append(self, event: str, **content: Any) -> None:
         """Append a line to the file, on the disk when this returns, and to what was read from it.
 
         Raises:
@@ -114,8 +124,8 @@ class Ledger:
         """
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str).encode()
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with writing(self.path):
-            file = os.open(self.path, flags, 0o644)
+        with writing(self.folder / NAME):
+            file = os.open(self.folder / NAME, flags, 0o644)
             try:
                 # A crash may have left half a line: end it, so that this one stands alone
                 size = os.fstat(file).st_size
@@ -131,31 +141,30 @@ class Ledger:
                     raise
             finally:
                 os.close(file)
-        if records is not None:
-            self._add(records, line)
+        self._add(line)
 
-    def append_job(self, records: Records, job: str, entry: Entry) -> None:
+    def append_job(self, job: str, entry: Entry) -> None:
         """Append a line about a job."""
         known = {name: value for name in ("sentence", "metric", "value") if (value := getattr(entry, name))}
         words = mask_words(entry.overrides)
-        self.append(entry.status, records, folder=entry.folder.name, overrides=words, **known, job=job)
+        self.append(entry.status, folder=entry.folder.name, overrides=words, **known, job=job)
 
-    def _add(self, records: Records, line: bytes) -> bool:
+    def _add(self, line: bytes) -> bool:
         """Add what a line says; tells whether it could be read."""
         try:
             found = json.loads(line)
             event = found["event"]
             if event == "launch":
-                # A launch without its facts is useless to readers, so it is skipped
-                if all(key in found for key in _OF_LAUNCH) and _has_types(found):
-                    records.was |= drop(found["base"])
-                    found["jobs"] = {job: words_without(words) for job, words in (found["jobs"] or {}).items()}
-                    records.launches.append(found)
+                was, launch = drop(found["base"]), _LAUNCH.validate_python(found)
+                for words in (launch.jobs or {}).values():
+                    words[:] = words_without(words, launch.base)
+                self.was |= was
+                self.launches.append(launch)
                 return True
             job, name = str(found["job"]), str(found["folder"])
             # A ledger from somebody else must not lead out of the folder of the sweep
             if Path(name).name != name or name in ("", "..") or len(name) > _LONGEST_NAME:
-                records.outside.append(name)
+                self.outside.append(name)
                 return True
             entry = Entry(
                 event,
@@ -163,14 +172,14 @@ class Ledger:
                 number_or_none(found.get("value")),
                 _text(found.get("sentence")),
                 folder=self.folder / name,
-                overrides=words_without(map(str, found["overrides"])),
-                launch=len(records.launches) - 1,
+                overrides=words_without(map(str, found["overrides"]), self.last.base),
+                launch=len(self.launches) - 1,
             )
         except (ValueError, LookupError, TypeError, RecursionError):
             return False
         # The latest line of a job counts
-        records.jobs[job] = entry
-        records.folders.add(name)
+        self.jobs[job] = entry
+        self.folders.add(name)
         return True
 
 
@@ -181,14 +190,6 @@ def compared(words: Sequence[str]) -> tuple[str, ...]:
 
 def _text(value: Any) -> str | None:
     return str(value) if value else None
-
-
-def _has_types(launch: dict[str, Any]) -> bool:
-    """Whether a launch has values of the types that the program writes."""
-    jobs = {} if launch["jobs"] is None else launch["jobs"]
-    lists = [launch["swept"], launch.get("flags") or [], *(jobs.values() if isinstance(jobs, dict) else [jobs])]
-    plain = all(isinstance(each, list) and all(isinstance(word, str) for word in each) for each in lists)
-    return plain and isinstance(jobs, dict) and is_number(launch["time"])
 
 
 def outcome(folder: Path) -> Outcome:

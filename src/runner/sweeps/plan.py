@@ -49,11 +49,7 @@ Validate = Callable[[Sequence[Composition]], list[list[Problem]]]
 
 
 def plan_of(command: Composition, validate: Validate | None = None) -> Plan:
-    """Split, compose and validate the jobs of a command.
-
-    Args:
-        command: what was called.
-        validate: called once the jobs have no mistake that is found without torch; None for this process.
+    """Split, compose and validate the jobs of a command; `validate` is called once no mistake is left that is found without torch.
 
     Raises:
         ConfigError: with every problem of every job.
@@ -69,7 +65,9 @@ def plan_of(command: Composition, validate: Validate | None = None) -> Plan:
     jobs = split([*(f"{key}={value}" for key, value in params.items()), *words])
     if values["sweep"]["ablate"] is not None:
         off = toggles_off(values, command.schema)
-        jobs, swept = ablated(jobs, off), sorted({*swept, *off})
+        # Each job as it is, and once for each toggle with that toggle off
+        jobs = [[*job, *word] for job in jobs for word in ([], *([each] for each in off.values()))]
+        swept = sorted({*swept, *off})
     # Jobs with equal settings are one job, although their words differ
     planned = dict[str, Planned]()  # a value may be given twice
     varied = varied_words(jobs)
@@ -106,11 +104,6 @@ def composed(
     command: Composition, jobs: Sequence[Sequence[str]], validate: Validate | None = None
 ) -> list[Composition]:
     """Compose and validate jobs, first without importing torch, and with it if no problem was found.
-
-    Args:
-        command: what was called.
-        jobs: the overrides of each.
-        validate: see `plan_of`.
 
     Raises:
         ConfigError: with each problem once, and the first job that has it with the overrides that not all jobs have, unless
@@ -161,10 +154,7 @@ def counted(values: dict[str, Any], swept: Sequence[str] = ()) -> dict[str, Any]
 def identity(values: dict[str, Any], words: Sequence[str], swept: Sequence[str]) -> str:
     """A digest that tells a job from the others of its sweep, whatever its number. The user's code does not count.
 
-    Args:
-        values: the resolved config.
-        words: the overrides of the job; those of swept presets count, as a preset may set keys that do not.
-        swept: keys and groups that have several values in the sweep.
+    Of the overrides, those of swept presets count, as a preset may set keys that do not.
     """
     keys = [key.replace("/", ".") for key in swept]
     presets = [word for word in mask_words(words) if key_of(word) in swept and key_of(word).split("/")[0] not in values]
@@ -183,11 +173,7 @@ _OFF: tuple[Any, ...] = (False, None, 0, [], {})
 
 
 def toggles_off(values: dict[str, Any], schema: type) -> dict[str, str]:
-    """The override that switches off each toggle that is on, by key.
-
-    Args:
-        values: the composed config.
-        schema: of the verb.
+    """The override that switches off each toggle of the composed config that is on, by key.
 
     Raises:
         UserError: if `sweep.ablate` names what is not a toggle or is off already, or no toggle is on.
@@ -225,8 +211,3 @@ def _off(key: str, values: dict[str, Any], schema: type) -> str:
         return "null"
     why = f"names {key}, which cannot be switched off: it is {keys.describe(annotation)}"
     raise UserError("sweep.ablate", why, "other keys")
-
-
-def ablated(jobs: list[list[str]], off: dict[str, str]) -> list[list[str]]:
-    """Each job as it is, and once for each toggle with that toggle off."""
-    return [[*job, *word] for job in jobs for word in ([], *([each] for each in off.values()))]

@@ -19,13 +19,7 @@ VARIABLE = "RUNNER_TRIAL"
 
 
 class Pruning:
-    """A callback of the training loop.
-
-    Args:
-        decide: asks rank 0 a question, and gives its answer on every rank.
-        mode: direction of the monitored metric.
-        reports: arguments of `runner.sweeps.study.Reports`.
-    """
+    """A callback of the training loop; `decide` asks rank 0 a question, and gives its answer on every rank."""
 
     def __init__(self, decide: Callable[[Callable[[], Any]], Any], mode: str, reports: dict[str, Any]) -> None:
         self._decide, self._mode, self._arguments = decide, mode, reports

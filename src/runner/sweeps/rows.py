@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from runner.config.gone import words_without
 from runner.config.keys import OF_THE_SWEEP, at, key_of, within
 from runner.config.output_folders import holds_run
 from runner.run.directory import works
-from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Records, outcome
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, outcome
 from runner.tracking.formats import amount
 from runner.tracking.progress_file import Progress, read_progress
 
@@ -29,12 +30,12 @@ WITHOUT_RESULT = (*FAILED, "pruned")
 _OF_CONFIGS = ("--config-dir", "-cd", "--config-name", "-cn")
 
 
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class JobRow:
     """One run, or one job of a sweep as `sweep.json` has it, without the last three."""
 
-    job: str  # its place below the folder that was looked at; in a sweep its number
-    varied: tuple[str, ...]  # the overrides that not all others have
+    job: str = "-"  # its place below the folder that was looked at; in a sweep its number
+    varied: tuple[str, ...] = ()  # the overrides that not all others have
     overrides: tuple[str, ...]
     status: str  # `finished`, `failed`, `preempted`, `died` if it was killed, `running`, `pending` if it did not start, `pruned`
     metric: str | None = None  # the monitored metric, such as `val/accuracy`
@@ -63,10 +64,10 @@ class Scan:
     # In the order of their folders; those of a sweep as its ledger has them, with the jobs that have not started
     rows: list[JobRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what was ignored or could not be read
-    sweeps: dict[Path, Records] = field(default_factory=dict)  # their ledgers, by folder
+    sweeps: dict[Path, Ledger] = field(default_factory=dict)  # their ledgers, by folder
     was: dict[str, Any] = field(default_factory=dict)  # settings in ledgers that are gone, see `runner.config.gone`
     _visited: set[Path] = field(default_factory=set)
-    _around: dict[Path, Records] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
+    _around: dict[Path, Ledger] = field(default_factory=dict)  # the ledgers beside runs that were added by themselves
 
     def add(self, folder: Path) -> None:
         """Add what is at or below a folder and was not there before; links to folders are not followed."""
@@ -81,10 +82,10 @@ class Scan:
             self._add_run(folder, entry, around)
             return
         self._visited.add(place)
-        records = self._read(folder)
-        entries = {entry.folder: entry for entry in records.jobs.values()}
-        if records.launches:
-            self.sweeps[folder] = records
+        ledger = self._read(folder)
+        entries = {entry.folder: entry for entry in ledger.jobs.values()}
+        if ledger.launches:
+            self.sweeps[folder] = ledger
         inside = set[Path]()
         # A folder that cannot be read is noted, and the others are shown
         try:
@@ -93,32 +94,34 @@ class Scan:
         except OSError as error:
             self.notes += [] if isinstance(error, FileNotFoundError) else [f"{folder}: {error.strerror}"]
         # The folder of a job that started again in another one does not count.
-        self._visited |= {place / path.name for path in inside - entries.keys() if path.name in records.folders}
+        self._visited |= {place / path.name for path in inside - entries.keys() if path.name in ledger.folders}
         # A search keeps the result of a trial whose folder is gone; any other job starts again.
-        gone = {path for path, entry in entries.items() if not records.planned and entry.status in ENDED}
-        for path in sorted(inside | gone, key=_by_number):
+        gone = {path for path, entry in entries.items() if not ledger.planned and entry.status in ENDED}
+        for path in sorted(
+            inside | gone, key=lambda path: (int(path.name) if path.name.isdecimal() else math.inf, path.name)
+        ):
             if path in entries:
-                self._add_run(path, entries[path], records)
+                self._add_run(path, entries[path], ledger)
             else:
                 self.add(path)
         # Jobs that were planned and have no folder are pending
-        started = {job for job, entry in records.jobs.items() if entry.folder in inside}
-        left = [words for job, words in records.planned.items() if job not in started]
-        self.rows += [JobRow("-", (), tuple(words), "pending", folder=folder) for words in left]
+        started = {job for job, entry in ledger.jobs.items() if entry.folder in inside}
+        left = [words for job, words in ledger.planned.items() if job not in started]
+        self.rows += [JobRow(overrides=tuple(words), status="pending", folder=folder) for words in left]
 
-    def _add_run(self, folder: Path, entry: Entry | None, around: Records) -> None:
+    def _add_run(self, folder: Path, entry: Entry | None, around: Ledger) -> None:
         if (place := _absolute(folder)) not in self._visited:
             self._visited.add(place)
-            self.rows.append(_row_of(folder, entry, around.flags))
+            self.rows.append(_row_of(folder, entry, around.last.flags or []))
 
-    def _read(self, folder: Path) -> Records:
+    def _read(self, folder: Path) -> Ledger:
         """The ledger in a folder, with a note on what it has elsewhere."""
-        records = Ledger(folder).read()
-        self.was |= records.was
-        if outside := list(dict.fromkeys(records.outside)):  # a job has several lines
+        ledger = Ledger.read(folder)
+        self.was |= ledger.was
+        if outside := list(dict.fromkeys(ledger.outside)):  # a job has several lines
             ignored = f"ignored {amount(len(outside), 'job')} of {NAME} whose folder is a link or not in the sweep"
             self.notes.append(f"{folder}: {ignored}: {outside[0]}{', ...' if len(outside) > 1 else ''}")
-        return records
+        return ledger
 
 
 def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
@@ -131,28 +134,22 @@ def rows_in(folder: Path, scan: Scan | None = None) -> list[JobRow]:
     launches = scan.sweeps[folder].launches if folder in scan.sweeps else []
     rows = [row for row in scan.rows if launches or row.status != "pending"]
     # Words that all rows share say nothing about their difference
-    swept = {key for launch in launches for key in launch["swept"]}
+    swept = {key for launch in launches for key in launch.swept}
     counts = Counter(word for row in rows for word in set(row.overrides))
     common = {word for word, count in counts.items() if count == len(rows) > 1 or (swept and key_of(word) not in swept)}
     modes = {row.metric: row.mode for row in rows if row.mode is not None}
-    names = [row.folder.name if row.folder == folder else str(row.folder.relative_to(folder)) for row in rows]
-    rows = [
-        replace(
-            row,
-            job="-" if row.status == "pending" else name,
-            varied=tuple(word for word in row.overrides if word not in common),
-            mode=row.mode or modes.get(row.metric),  # the ledger has none, if the folder is gone
-        )
-        for row, name in zip(rows, names, strict=True)
-    ]
-    # The best is one of those with a result in the same metric and direction
-    ranked = sorted(
-        (row for row in rows if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT),
-        key=lambda row: (row.value or 0.0) * (1 if row.mode == "min" else -1),
-    )
-    # Reversed, so that among equal values the first one wins
-    best = {(row.metric, row.mode): id(row) for row in reversed(ranked)}.values()
-    return [replace(row, best=True) if id(row) in best else row for row in rows]
+    ranked = dict[tuple[str | None, str], list[JobRow]]()
+    for row in rows:
+        if row.status != "pending":
+            row.job = row.folder.name if row.folder == folder else str(row.folder.relative_to(folder))
+        row.varied = tuple(word for word in row.overrides if word not in common)
+        row.mode = row.mode or modes.get(row.metric)  # the ledger has none, if the folder is gone
+        if row.value is not None and row.mode is not None and row.status not in WITHOUT_RESULT:
+            ranked.setdefault((row.metric, row.mode), []).append(row)
+    # The best is one of those with a result in the same metric and direction, the first of equal ones
+    for (_, mode), those in ranked.items():
+        (min if mode == "min" else max)(those, key=lambda row: row.value or 0.0).best = True
+    return rows
 
 
 def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
@@ -177,8 +174,6 @@ def _row_of(folder: Path, entry: Entry | None, flags: Sequence[str]) -> JobRow:
     best = found if isinstance(found := content.get("best"), dict) else {}
     step = number_or_none(best.get("global_step"))
     return JobRow(
-        job=folder.name,
-        varied=tuple(words),
         overrides=tuple(words),
         status=status,
         metric=comparable(ended.metric),
@@ -225,7 +220,3 @@ def _why_died(folder: Path, summary: dict[str, Any] | None) -> str:
 
 def _absolute(folder: Path) -> Path:
     return Path(os.path.abspath(folder))  # noqa: PTH100  `..` goes, and links stay
-
-
-def _by_number(path: Path) -> tuple[bool, str]:
-    return (False, path.name.zfill(20)) if path.name.isdecimal() else (True, str(path))

@@ -25,7 +25,7 @@ from runner.config.output_folders import holds_run
 from runner.config.stored import differences
 from runner.launch.jobs import Ended, Job, Launcher, run
 from runner.run.directory import Occupied, claim, hold, timestamp, works
-from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, Records, compared, outcome, outcome_of
+from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, compared, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, identity
 from runner.sweeps.rows import command_alone
 from runner.sweeps.table import headline_of
@@ -45,20 +45,16 @@ def quoted(path: Path) -> str:
     return f"'{text}'"
 
 
-def base_changed(records: Records, plan: Plan) -> list[tuple[str, str, str]]:
+def base_changed(ledger: Ledger, plan: Plan) -> list[tuple[str, str, str]]:
     """Keys whose values differ from those of a sweep, except where it has several: (key, before, now)."""
-    swept = [key.replace("/", ".") for launch in records.launches for key in launch["swept"]] + list(plan.swept)
-    found = differences(records.launches[-1]["base"], plan.base)
+    swept = [key.replace("/", ".") for launch in ledger.launches for key in launch.swept] + list(plan.swept)
+    found = differences(ledger.last.base, plan.base)
     return [each for each in found if not within(each[0], [key.replace("/", ".") for key in swept])]
 
 
 @contextlib.contextmanager
 def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
-    """Find or make the folder of a sweep, and hold it: the one that is named, or that of the newest sweep of the same command.
-
-    Args:
-        root: of the sweeps of this verb and name.
-        plan: what will be done there.
+    """Find or make the folder of a sweep, and hold it: the one that is named, or in `root` that of the newest sweep of the command.
 
     Raises:
         UserError: another process runs the sweep, or the folder holds something else.
@@ -94,9 +90,9 @@ def _same_sweep(root: Path, plan: Plan) -> Path | None:
     """The folder of the newest sweep of the same command."""
     same = []
     for path in root.glob(f"*/{NAME}"):
-        records = Ledger(path.parent).read()
-        if records.launches and records.launches[-1]["swept"] == list(plan.swept) and not base_changed(records, plan):
-            same.append((records.launches[0]["time"], path.parent))
+        ledger = Ledger.read(path.parent)
+        if ledger.launches and ledger.last.swept == list(plan.swept) and not base_changed(ledger, plan):
+            same.append((ledger.launches[0].time, path.parent))
     return max(same)[1] if same else None
 
 
@@ -135,18 +131,10 @@ class Jobs:
 
 
 class Sweep:
-    """A sweep whose folder this process holds.
-
-    Args:
-        folder: of the sweep.
-        plan: what to do in it.
-        call: runs a job in a process that is forked for it; importable by name.
-        console: shows what happens.
-    """
+    """A sweep whose folder this process holds; `call`, importable by name, runs a job in a process that is forked for it."""
 
     def __init__(self, folder: Path, plan: Plan, call: Callable[[Composition], Any], console: Console) -> None:
         self.folder, self.plan, self.ledger = folder, plan, Ledger(folder)
-        self.records = Records()
         self.status, self.say = OK, console.line
         self._call, self._console = call, console
         self._retry = str(plan.command.values["sweep"]["retry"])
@@ -163,26 +151,26 @@ class Sweep:
             UserError: the folder is not a sweep's, holds runs without a ledger, or cannot be written.
             ConfigError: it is a sweep of another base config, with the differences.
         """
-        ledger = self.ledger.path
+        ledger = self.folder / NAME
         # A sweep's folder may come from someone else, and nothing is written through a link or a named pipe in it
         if os.path.lexists(ledger) and (ledger.is_symlink() or not ledger.is_file()):
             raise UserError("sweep.dir", f"{ledger} is not a regular file", "another folder")
-        self.records, plan = self.ledger.read(), self.plan
-        if self.records.torn:
+        self.ledger, plan = Ledger.read(self.folder), self.plan
+        if self.ledger.torn:
             self.say(f"{ledger}: its last line is incomplete, as after a crash, and does not count")
-        known = self.records.jobs
-        for text in warning(str(self.folder), self.records.was):
+        known = self.ledger.jobs
+        for text in warning(str(self.folder), self.ledger.was):
             self.say(f"warning: {text}")
         # A sweep of an earlier version knows its jobs by settings that are gone, too
         other = (*plan.swept, *OF_THE_SWEEP)
-        was = self.records.was = {key: each for key, each in self.records.was.items() if not within(key, other)}
+        was = self.ledger.was = {key: each for key, each in self.ledger.was.items() if not within(key, other)}
         if was and plan.jobs is not None:
             own = [identity(job.composition.values | was, job.composition.overrides, plan.swept) for job in plan.jobs]
             renamed = [dataclasses.replace(job, identity=name) for job, name in zip(plan.jobs, own, strict=True)]
             self.plan = plan = dataclasses.replace(plan, jobs=renamed)
         # A ledger of other settings would compare results that do not belong together
-        if self.records.launches:
-            if found := base_changed(self.records, plan):
+        if self.ledger.launches:
+            if found := base_changed(self.ledger, plan):
                 message = "is a sweep with another base config: "
                 message += ", ".join(f"{key} was {before}, now {after}" for key, before, after in found)
                 raise ConfigError([Problem("sweep.dir", message, "its values, or another folder")])
@@ -195,44 +183,34 @@ class Sweep:
         if known and plan.jobs is not None:
             self._say_what_is_left(plan.jobs)
         # The planned jobs are recorded, so that a view can show those that have not started
-        jobs = None
-        if plan.jobs is not None:
-            jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs}
-        self.ledger.append(
-            "launch",
-            self.records,
-            swept=list(plan.swept),
-            base=plan.base,
-            jobs=jobs,
-            flags=plan.command.flags,
-            retry=self._retry,
-        )
+        jobs = {job.identity: mask_words(job.composition.overrides) for job in plan.jobs or ()}
+        launch = {"swept": list(plan.swept), "base": plan.base, "jobs": None if plan.jobs is None else jobs}
+        self.ledger.append("launch", **launch, flags=plan.command.flags, retry=self._retry)
 
     def _say_what_is_left(self, jobs: Sequence[Planned]) -> None:
-        known = self.records.jobs
-        there = [(job, known[job.identity]) for job in jobs if job.identity in known]
-        done = [job for job, entry in there if _settled(entry, "failed")]
-        left = "sweep.new=true starts another sweep" if len(done) == len(jobs) else "the others follow"
+        there = {job.identity: entry for job in jobs if (entry := self.ledger.jobs.get(job.identity)) is not None}
+        done = sum(_settled(entry, "failed") for entry in there.values())
+        left = "sweep.new=true starts another sweep" if done == len(jobs) else "the others follow"
         if self._retry == "all":
             left = "sweep.retry=all starts all of them again, in other folders"
         # A user removes a folder to have its job run again
-        gone = {job.identity: entry for job, entry in there if _is_gone(entry)}
+        if gone := {job: entry for job, entry in there.items() if _is_gone(entry)}:
+            names = ", ".join(entry.folder.name for entry in gone.values())
+            left += f"; missing folders: {names}, and their jobs start again"
         for job, entry in gone.items():
-            self.ledger.append_job(self.records, job, dataclasses.replace(entry, status="removed"))
-        names = ", ".join(entry.folder.name for entry in gone.values())
-        left += f"; missing folders: {names}, and their jobs start again" if gone else ""
-        self.say(f"{self.folder}: {len(done)} of {len(jobs)} jobs have finished already; {left}")
+            self.ledger.append_job(job, dataclasses.replace(entry, status="removed"))
+        self.say(f"{self.folder}: {done} of {len(jobs)} jobs have finished already; {left}")
 
     # The jobs
 
     def run(self, jobs: Jobs, launcher: Launcher) -> None:
         """Run the jobs that are left until all have ended or a signal asks to stop; sets the exit status."""
         self._jobs, self._launcher = jobs, launcher
-        before = len(self.records.launches) - 1
+        before = len(self.ledger.launches) - 1
         signal = run(launcher, self._next, self._started, self._ended, lambda: bool(self._occupied))
         if signal and launcher.survives:
             self.say(f"{signal}: the jobs continue; the same command continues this sweep")
-        last = [entry for entry in self.records.jobs.values() if entry.launch == before]
+        last = [entry for entry in self.ledger.jobs.values() if entry.launch == before]
         if signal or any(entry.status == "preempted" for entry in last):
             self.status = PREEMPTED
         elif any(entry.status == "failed" for entry in last):
@@ -240,19 +218,21 @@ class Sweep:
 
     def _next(self) -> Job | None:
         while (planned := self._candidate()) is not None:
-            known, words = self.records.jobs.get(planned.identity), planned.composition.overrides
+            known, words = self.ledger.jobs.get(planned.identity), planned.composition.overrides
             if known is None and self.plan.jobs is None:  # a search plans its jobs one by one
-                lost = self.ledger.unnamed(self.records).get(compared(mask_words(words)))
+                lost = self.ledger.unnamed().get(compared(mask_words(words)))
                 known = None if lost is None else Entry("started", folder=lost, overrides=words, launch=-1)
             # With retry=all, each job starts again once per launch
-            again = self._retry == "all" and known is not None and known.launch < len(self.records.launches) - 1
+            again = self._retry == "all" and known is not None and known.launch < len(self.ledger.launches) - 1
             if known is None or again or _is_gone(known):
                 return self._begin(planned, Entry("started", folder=self._free(planned), overrides=words))
             if _settled(known, self._retry):
                 self._skip(planned, known)
             # A launcher whose jobs survive finds them again itself.
             elif not self._launcher.survives and _is_written(known):
-                self._wait_for(planned, known.folder)
+                self._occupied.append(planned)
+                still = "is still being written by an earlier process, and is waited for"
+                self.say(f"job {planned.number + 1}: {known.folder} {still}")
             else:
                 return self._begin(planned, Entry("started", folder=known.folder, overrides=known.overrides))
         return None
@@ -263,7 +243,7 @@ class Sweep:
         if self._occupied and time.monotonic() > self._looked + _LOOKED_S:
             self._looked = time.monotonic()
             for waiting in self._occupied:
-                entry = self.records.jobs.get(waiting.identity)
+                entry = self.ledger.jobs.get(waiting.identity)
                 if waiting.identity not in busy and (entry is None or not _is_written(entry)):
                     self._occupied.remove(waiting)
                     return waiting
@@ -274,15 +254,11 @@ class Sweep:
         self._occupied.append(planned)
         return None
 
-    def _wait_for(self, planned: Planned, folder: Path) -> None:
-        self._occupied.append(planned)
-        self.say(f"job {planned.number + 1}: {folder} is still being written by an earlier process, and is waited for")
-
     def _begin(self, planned: Planned, entry: Entry) -> Job:
         """Prepare the job of a folder that is free or its own."""
         continues = holds_run(entry.folder)
         # The ledger comes before the start: a crash in between leaves a job that starts again, not an unknown one
-        self.ledger.append_job(self.records, planned.identity, entry)
+        self.ledger.append_job(planned.identity, entry)
         self._running[planned.number] = planned
         # The job always resumes in its folder, whatever the command says
         words = [word for word in planned.composition.overrides if key_of(word) != "resume"]
@@ -298,7 +274,7 @@ class Sweep:
 
     def _free(self, planned: Planned) -> Path:
         """A folder for a job: its number, or the next one that nothing has."""
-        names = {*self.records.folders, *(path.name for path in self.folder.iterdir())}
+        names = {*self.ledger.folders, *(path.name for path in self.folder.iterdir())}
         if str(planned.number) not in names:
             return self.folder / str(planned.number)
         return self.folder / str(1 + max(int(name) for name in names if name.isdecimal()))
@@ -312,12 +288,12 @@ class Sweep:
         self._jobs.ended(planned, found, known.folder)
 
     def _started(self, job: Job, place: str) -> None:
-        told = "".join(f"{mark}{text}" for mark, text in ((": ", place), ("; ", headline_of(self.records))) if text)
+        told = "".join(f"{mark}{text}" for mark, text in ((": ", place), ("; ", headline_of(self.ledger))) if text)
         self._tell(self._running[job.number], "started", told)
 
     def _ended(self, ended: Ended, signal: str) -> None:
         planned = self._running.pop(ended.number)
-        known = self.records.jobs[planned.identity]
+        known = self.ledger.jobs[planned.identity]
         # The run's own summary says how it ended; the process knows only its status
         found = outcome(known.folder)
         if found.status not in ENDED:
@@ -337,7 +313,7 @@ class Sweep:
         return self.folder / LOGS / f"{folder.name}.log"
 
     def _record(self, job: str, known: Entry, found: Outcome) -> None:
-        self.ledger.append_job(self.records, job, dataclasses.replace(known, **vars(found)))
+        self.ledger.append_job(job, dataclasses.replace(known, **vars(found)))
 
     def _tell(self, planned: Planned, event: str, text: str) -> None:
         """Show what happened to a job."""
@@ -346,8 +322,8 @@ class Sweep:
         if event != "failed":
             self.say(line)
             return
-        folder = self.records.jobs[planned.identity].folder
-        again = command_alone(mask_words(planned.composition.overrides), self.records.flags)
+        folder = self.ledger.jobs[planned.identity].folder
+        again = command_alone(mask_words(planned.composition.overrides), self.ledger.last.flags or [])
         where = f"\n    log: {folder / 'run.log'}\n    output: {self._log(folder)}"
         self._console.error(f"{line}{where}\n    again: {again}")
 

@@ -53,12 +53,7 @@ class _Trial:
 
 
 class Search(Jobs):
-    """The jobs of a search.
-
-    Args:
-        command: what was called.
-        launcher: makes what will start the jobs.
-        validate: see `runner.sweeps.plan.plan_of`.
+    """The jobs of a search; `launcher` makes what will start them.
 
     Raises:
         ConfigError: with every problem of the search space, and of the values at its ends.
@@ -146,7 +141,7 @@ class Search(Jobs):
         # Drawn values are checked as if they had been typed
         checked = overrides.check_overrides(words, self._command.schema, self._command.sources, False)
         composition = compose_job(self._command, [*self._words, *checked.accepted])
-        known = identity(composition.values | self._sweep.records.was, composition.overrides, self.plan.swept)
+        known = identity(composition.values | self._sweep.ledger.was, composition.overrides, self.plan.swept)
         planned = Planned(trial.index * self._seeds + ended, known, composition, " ".join(words), environment)
         self._running[planned.number] = trial
         return planned
@@ -201,11 +196,7 @@ class Search(Jobs):
 
 
 def _checked_space(command: Composition) -> dict[str, Range]:
-    """The search space, whose keys may exist or not.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """The search space, whose keys may exist or not; a `ConfigError` has every problem."""
     values = command.values["search"]
     if not values["space"]:
         raise UserError("search", "names no key to vary", "keys such as 'search.optimizer.lr={log: [1e-4, 1e-1]}'")
@@ -223,11 +214,7 @@ def _checked_space(command: Composition) -> dict[str, Range]:
 
 
 def _check_ends(command: Composition, words: Sequence[str], space: Mapping[str, Range], validate: Validate) -> None:
-    """Validate the values at the ends of each range, and each choice, with the first values of the others.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """Validate the values at the ends of each range, and each choice, with the first values of the others, as `composed` does."""
     # Combinations are too many to check, so each end is tried with the first values of the others
     ends = [(key, word_of(key, end)) for key, each in space.items() for end in each.ends]
     checked = overrides.check_overrides([word for _, word in ends], command.schema, command.sources, False)

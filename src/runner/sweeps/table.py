@@ -20,7 +20,7 @@ from runner.base.reading import read_regular, start_time
 from runner.config.gone import warning
 from runner.config.keys import key_of
 from runner.run.directory import works
-from runner.sweeps.ledger import ENDED, Records
+from runner.sweeps.ledger import ENDED, Ledger
 from runner.sweeps.rows import STATES, JobRow, Scan, comparable, rows_in
 from runner.tracking.console import Console
 from runner.tracking.formats import clean, csv_text, duration, markdown_table, markdown_text, metric, number
@@ -284,28 +284,28 @@ def follow(folder: Path, console: Console) -> None:
         console.stop()
 
 
-def headline_of(records: Records) -> str:
+def headline_of(ledger: Ledger) -> str:
     """The number of jobs that have ended, and the time that is left, from the ledger alone."""
-    again, now = (records.launches or [{}])[-1].get("retry") == "all", len(records.launches) - 1
-    counts = Counter(entry.status for entry in records.jobs.values() if entry.launch == now or not again)
+    again, now = ledger.last.retry == "all", len(ledger.launches) - 1
+    counts = Counter(entry.status for entry in ledger.jobs.values() if entry.launch == now or not again)
     parts = [f"{counts[status]} {status}" for status in ("finished", "failed") if counts[status]]
-    left = seconds_left(records)
+    left = seconds_left(ledger)
     return ", ".join([*parts, *([] if left is None else [f"about {duration(left)} left"])])
 
 
-def seconds_left(records: Records) -> float | None:
+def seconds_left(ledger: Ledger) -> float | None:
     """The time for the jobs that are left, at the pace of those that ended in this launch; None if it is not known.
 
     Jobs that were skipped, as they had finished before, do not count: they take no time.
     """
-    launch, now, jobs = (records.launches or [{}])[-1], len(records.launches) - 1, records.jobs
+    launch, now, jobs = ledger.last, len(ledger.launches) - 1, ledger.jobs
     ended = {job for job, entry in jobs.items() if entry.launch == now and entry.status in ENDED}
-    if not ended or not launch.get("jobs"):
+    if not ended or not launch.jobs:
         return None
-    settled = ("finished", "failed") if launch.get("retry") == "never" else ("finished",)
-    skipped = {job for job, entry in jobs.items() if entry.status in settled and launch.get("retry") != "all"}
-    left = len(launch["jobs"].keys() - ended - skipped)
-    return (time.time() - float(launch["time"])) / len(ended) * left if left else None
+    settled = ("finished", "failed") if launch.retry == "never" else ("finished",)
+    skipped = {job for job, entry in jobs.items() if entry.status in settled and launch.retry != "all"}
+    left = len(launch.jobs.keys() - ended - skipped)
+    return (time.time() - launch.time) / len(ended) * left if left else None
 
 
 def live_table(view: View, width: int, height: int) -> RenderableType:

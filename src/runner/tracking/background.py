@@ -1,4 +1,4 @@
-"""Loggers that work in a thread: a slow or dead receiver neither blocks nor ends a run."""
+"""What a run calls to log metrics, and loggers that work in a thread: a slow or dead receiver neither blocks nor ends a run."""
 
 # Not as strings, `annotations`: subclasses in other modules have these fields, too.
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from runner.base.secrets import mask_text
 from runner.tracking.formats import amount, clean
@@ -33,8 +33,35 @@ class Row(NamedTuple):
     time: float  # in seconds since 1970
 
 
+class Logger(Protocol):
+    """Receives metrics, on the main process only, in the order of steps; ours inherit the methods that have nothing to do."""
+
+    def open(self, directory: Path, resume_step: int | None) -> None:
+        """Start to write into `directory`.
+
+        Args:
+            directory: the run directory; exists.
+            resume_step: the `global_step` from which a run continues in this directory; None for a new run. What was logged
+                for later steps is removed. Of this step itself, the lines that are in `metrics.jsonl` stay; the others
+                will be logged again.
+        """
+        ...
+
+    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
+        """Record the metrics of one split, such as `train` or `val`, after `global_step` optimizer steps."""
+        return
+
+    def flush(self) -> None:
+        """Make everything logged so far survive the end of the process; called before each checkpoint."""
+        return
+
+    def close(self) -> None:
+        """Finish; nothing is logged afterwards. May be called twice, and without `open`."""
+        return
+
+
 @dataclass(kw_only=True, eq=False)
-class Background:
+class Background(Logger):
     """Base of loggers that pass rows to a thread; see `Logger` for what a run calls.
 
     A row is dropped if the queue is full, or if sending it fails. The first failure is a warning of the run, and when the run
@@ -74,12 +101,6 @@ class Background:
         if self._trouble and not self._warned:
             self._warned = True
             self.warn(f"{self.name}: {self._trouble}; the run goes on, and metrics.jsonl has every row")
-
-    def flush(self) -> None:
-        """Nothing waits here."""
-
-    def close(self) -> None:
-        """Nothing to do before it is known how the run ended, see `finish`."""
 
     def finish(self) -> None:
         """The run has ended, and its summary says how: wait a little for the thread, and say what is missing."""

@@ -17,19 +17,8 @@ from typing import TYPE_CHECKING, TextIO
 from runner.base.errors import UserError
 from runner.base.files import append, writing
 from runner.base.secrets import mask_text
-from runner.tracking.formats import (
-    HARDWARE_METRICS,
-    Line,
-    aligned,
-    amount,
-    clean,
-    duration,
-    in_order,
-    metric,
-    number,
-    wrapped,
-)
-from runner.tracking.progress_file import Progress, ProgressFile
+from runner.tracking.formats import HARDWARE_METRICS, Line, aligned, amount, clean, duration, in_order, metric, wrapped
+from runner.tracking.progress_file import Progress, write_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -40,6 +29,7 @@ _BAR_PERIOD_S = 0.2
 _COUNTED_S = 0.1
 _RATE_PERIOD_S = 1.0
 _RATE_WINDOW_S = 60.0
+_FILE_PERIOD_S = 2.0
 _COUNTED_QUIET_S = 5.0  # doubled after each line, up to the next number
 _SHOWN_LEFT = 0.05  # share of the parts, from which on the time left is shown
 _QUIET_S = 60.0  # without a bar; then a line says how far the run is
@@ -71,7 +61,8 @@ class Console:
         self._shown_at = perf_counter()
         self._marks: deque[tuple[float, int]] = deque()
         self._progress = Progress()
-        self._progress_file: ProgressFile | None = None
+        self._progress_file: Path | None = None
+        self._file_due = 0.0
         self._best: Callable[[], tuple[float, int] | None] = lambda: None
         self._warnings = list[str]()
         with contextlib.suppress(AttributeError, ValueError, OSError):  # a stream that is None, closed, or not of text
@@ -150,7 +141,7 @@ class Console:
         Args:
             monitor: the metric that decides which evaluation is best, such as `val/accuracy`.
             best: gives its value in the best evaluation so far and the step of that, by the rule of the run.
-            file: gets the progress for other processes, see `ProgressFile`.
+            file: gets the progress for other processes, at most every 2 s.
         """
         # Names and numbers of the best evaluation continue after a resume
         value, step = best() or (None, None)
@@ -164,7 +155,7 @@ class Console:
             best_step=step,
         )
         self._best = best
-        self._progress_file = ProgressFile(file) if file is not None else None
+        self._progress_file, self._file_due = file, 0.0
         # The speed before a pause or a resume says nothing about that of now
         self._marks.clear()
         self._running = True
@@ -207,8 +198,9 @@ class Console:
         """Remove the bar and end progress; may be called twice, or without `start`."""
         self._running = False
         self._due = float("inf")
-        if self._progress_file is not None:
-            self._progress_file.remove()
+        if self._progress_file is not None:  # from now on, the summary says everything
+            with contextlib.suppress(OSError):
+                self._progress_file.unlink(missing_ok=True)
             self._progress_file = None
         self._display(lambda terminal: terminal.stop())
 
@@ -265,9 +257,10 @@ class Console:
         self._due = perf_counter() + (_BAR_PERIOD_S if self._bar_on else _RATE_PERIOD_S)
 
     def _write_progress(self) -> None:
-        if self._progress_file is not None:
+        if self._progress_file is not None and (now := perf_counter()) >= self._file_due:
+            self._file_due = now + _FILE_PERIOD_S
             self._progress.seconds_left = self._seconds_left(self._progress.global_step)
-            self._progress_file.write(self._progress)
+            write_progress(self._progress_file, self._progress)
 
     def _draw(self, before: str) -> None:
         """Draw the bar, with the epoch, the monitored metric, memory and the last warning below it."""
@@ -280,7 +273,7 @@ class Console:
         after[1:1] = self._eta(progress.global_step)
         after.insert(0, self._position(progress.global_step, 0)[1])
         if progress.last is not None:
-            at = "" if progress.best_step is None else f", best {number(progress.best)} at step {progress.best_step}"
+            at = "" if progress.best_step is None else f", {metric('best', progress.best)} at step {progress.best_step}"
             texts.append(metric(progress.metric, progress.last) + at)
         if "peak_memory_mib" in progress.train:
             texts.append(metric("peak_memory_mib", progress.train["peak_memory_mib"]))

@@ -22,13 +22,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def copy_until(source: Path, target: Path, global_step: int | None, repeated: Collection[str] = ()) -> None:
-    """Copy, atomically, the complete lines of a metrics file up to a step; nothing happens if there is none.
+    """Copy, atomically, the complete lines of a metrics file up to a step, None for all; nothing happens if there is no file.
 
-    Args:
-        source: the file.
-        target: another one, or the same, which then loses its other lines.
-        global_step: the last step to copy; None copies all.
-        repeated: splits whose lines of `global_step` itself are skipped too.
+    If the target is the source, it loses its other lines. `repeated` are splits whose lines of the step itself are skipped, too.
 
     Raises:
         UserError: a file cannot be read or written.

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runner.base.errors import UserError, first_line
 from runner.base.files import append, finite, write_atomically, writing
 from runner.tracking.background import Background, Row
+from runner.tracking.background import Logger as Logger
 from runner.tracking.jsonl import copy_until, read_records
 
 METRICS = "metrics.jsonl"
@@ -26,34 +27,7 @@ _LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers
 _CSV_PAUSE = 100  # times the time that writing took, until the tables are written again
 
 
-class Logger(Protocol):
-    """Receives metrics, on the main process only, in the order of steps."""
-
-    def open(self, directory: Path, resume_step: int | None) -> None:
-        """Start to write into `directory`.
-
-        Args:
-            directory: the run directory; exists.
-            resume_step: the `global_step` from which a run continues in this directory; None for a new run. What was logged
-                for later steps is removed. Of this step itself, the lines that are in `metrics.jsonl` stay; the others
-                will be logged again.
-        """
-        ...
-
-    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
-        """Record the metrics of one split, such as `train` or `val`, after `global_step` optimizer steps."""
-        ...
-
-    def flush(self) -> None:
-        """Make everything logged so far survive the end of the process; called before each checkpoint."""
-        ...
-
-    def close(self) -> None:
-        """Finish; nothing is logged afterwards. May be called twice, and without `open`."""
-        ...
-
-
-class JsonLines:
+class JsonLines(Logger):
     """`metrics.jsonl`: one object per line, `global_step`, `epoch`, `split` first, then the metrics; NaN as null.
 
     Each line reaches the operating system at once, so that a kill loses none.
@@ -89,11 +63,11 @@ class JsonLines:
             self._file = None
 
 
-class Csv:
+class Csv(Logger):
     """`metrics_<split>.csv`: the lines of `metrics.jsonl` as tables, a column per metric, written at each flush and the end.
 
-    A table is written whole each time, so a resumed run and a new metric need no further code. This takes 1% of the time at most:
-    in a long run, not every flush writes.
+    A table is written whole from that file each time, so a resumed run and a new metric need no further code. This takes 1% of
+    the time at most: in a long run, not every flush writes.
     """
 
     def __init__(self) -> None:
@@ -104,9 +78,6 @@ class Csv:
         """See `Logger.open`."""
         self._directory = directory
 
-    def log(self, split: str, metrics: dict[str, float], global_step: int, epoch: int) -> None:
-        """Nothing to do: the line is in `metrics.jsonl` already."""
-
     def flush(self) -> None:
         """See `Logger.flush`."""
         if (began := time.monotonic()) >= self._due:
@@ -116,7 +87,6 @@ class Csv:
     def _write(self) -> None:
         if self._directory is None:
             return
-        # The tables are made from metrics.jsonl, so a resume cannot leave lines in them twice
         tables: dict[str, list[dict[str, Any]]] = {}
         for record in read_records(self._directory / METRICS):
             row = {name: "nan" if value is None else value for name, value in record.items() if name != "split"}

@@ -13,7 +13,6 @@ from runner.base.files import finite
 from runner.base.reading import read_regular
 
 NAME = "progress.json"
-_PERIOD_S = 2.0
 
 
 @dataclass
@@ -39,30 +38,13 @@ class Progress:
         return max(0, min(self.global_step, self.total_steps)) / self.total_steps if self.total_steps > 0 else 0.0
 
 
-class ProgressFile:
-    """Writes `progress.json` at most every 2 s; a file that cannot be written is not an error."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._temporary = path.with_name(f".{path.name}.tmp")
-        self._due = 0.0
-
-    def write(self, progress: Progress) -> None:
-        """Write what is known, unless that was done just now."""
-        now = time.monotonic()
-        if now < self._due:
-            return
-        self._due = now + _PERIOD_S
-        text = json.dumps(finite({**asdict(progress), "time": round(time.time(), 3)}))
-        with contextlib.suppress(OSError):  # no reader sees a part of it; nobody needs it after a crash
-            self._temporary.write_text(text, encoding="utf-8")
-            os.replace(self._temporary, self._path)
-
-    def remove(self) -> None:
-        """Remove the file: from now on, the summary says everything."""
-        for path in (self._temporary, self._path):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+def write_progress(path: Path, progress: Progress) -> None:
+    """Write what is known; a file that cannot be written is not an error."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    text = json.dumps(finite({**asdict(progress), "time": round(time.time(), 3)}))
+    with contextlib.suppress(OSError):  # no reader sees a part of it; nobody needs it after a crash
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def read_progress(folder: Path) -> Progress | None:

@@ -16,15 +16,12 @@ _PERIOD_S = 1.0
 
 
 class MetricsBuffer:
-    """Passes metrics on in groups if training logs more often than once a second.
+    """Passes metrics on to each sink in groups if training logs more often than once a second.
 
     Formatting and writing one line between two small steps takes several times as long as one of many in a row, which adds
     up if a step takes less than a millisecond. Metrics of other splits than `train` are passed on at once, along with
     everything that waits. If the process is killed, what waited is younger than the last checkpoint, so a resumed run logs
     it again.
-
-    Args:
-        sinks: each gets all metrics in order.
     """
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
@@ -48,12 +45,7 @@ class MetricsBuffer:
 
 
 class SkippedSteps:
-    """A callback that warns of skipped steps and writes their batches, as `nonfinite/step_0000000012.pt`.
-
-    Args:
-        directory: run directory.
-        console: where to warn.
-    """
+    """A callback that warns of skipped steps and writes their batches, as `nonfinite/step_0000000012.pt` in the run directory."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self._folder, self._console = directory / "nonfinite", console

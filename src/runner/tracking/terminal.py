@@ -34,11 +34,7 @@ class _Rich(RichConsole):
 
 
 class Terminal:
-    """Lines, tables and one live display on a terminal; printed text appears above it.
-
-    Raises:
-        OSError: the terminal or pipe is gone.
-    """
+    """Lines, tables and one live display on a terminal; printed text appears above it. Raises `OSError` if the terminal is gone."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

@@ -15,11 +15,7 @@ _MIB = 2**20
 
 
 class Report(Console):
-    """The console of a verb.
-
-    Args:
-        as_json: whether standard output is one JSON object, and everything else goes to standard error.
-    """
+    """The console of a verb; if it is `as_json`, standard output is one JSON object, and all else goes to standard error."""
 
     def __init__(self, as_json: bool) -> None:
         as_json = str(as_json).lower() == "true"  # quotes on the command line make a text of it

@@ -103,21 +103,28 @@ def test_texts_of_a_run_are_shown_as_texts(many: Callable[[int], Path], run: Cal
     shutil.copytree(many(6), "runs")
     strange = Path(shutil.copytree("runs/0", "runs/strange"))
     words = yaml.safe_load((strange / "overrides.yaml").read_text())
-    words += ["\x1b]0;title\x07\x1b[31mkey=1", "notes==1+1", "tags=<script>[a](javascript:b)|c", "optimizer.eps=-1e-8"]
+    words += [
+        "\x1b]0;title\x07\x1b[31mkey=1",
+        "notes==1+1",
+        "tags=<script>[a](javascript:b)|c</script>",
+        "optimizer.eps=-1e-8",
+    ]
     (strange / "overrides.yaml").write_text(yaml.safe_dump(words))
     config = (strange / "config.yaml").read_text()
     kept = [line for line in config.splitlines(True) if not line.startswith(("notes", "tags"))]
     (strange / "config.yaml").write_text("".join(kept))
     shown = "columns=\x1b]0;title\x07\x1b[31mkey,notes,tags,optimizer.eps"
-    done = run("report", "runs", shown, "seeds=each", "md=t.md", "csv=t.csv", "diff=false")
+    done = run("report", "runs", shown, "seeds=each", "md=t.md", "csv=t.csv", "html=t.html", "diff=false")
     assert done.status == 0, done.err
+    assert Path("t.html").read_text().count("</script>") == 2
+    assert "<script>" not in "".join(each._repr_html_() for each in runner.runs("runs"))
     page, table = Path("t.md").read_text(), Path("t.csv").read_text()
     for text in (done.out, page, table):
         assert "\x1b" not in text
-    assert "&lt;script>[a]\\(javascript:b)\\|c" in page
+    assert "&lt;script>[a]\\(javascript:b)\\|c&lt;/script>" in page
     [row] = [row for row in csv.DictReader(table.splitlines()) if row["run"].endswith("strange")]
     assert row["notes"] == "'=1+1"
-    assert (row["tags"], row["key"], float(row["optimizer.eps"])) == ("<script>[a](javascript:b)|c", "1", 1e-8)
+    assert (row["tags"], row["key"], float(row["optimizer.eps"])) == ("<script>[a](javascript:b)|c</script>", "1", 1e-8)
     head, cells = ["a", "b", "c"], ["-1", "-", "@x"]
     assert csv_text(head, [cells, [-1, None, "+1.5"]]) == "a,b,c\n-1,-,'@x\n-1,,+1.5\n"
 
@@ -202,10 +209,6 @@ def test_a_run_that_is_written_a_damaged_one_and_a_sweep_are_reported(
     assert found[0].config == {}
     assert found[0].speed == {}
     assert runner.report(sweep).table.rows
-    (sweep / "1" / ".lock").unlink()
-    [died] = runner.runs(sweep / "1")
-    assert died.status == "died"
-    assert shlex.split(died.repeat)[:5] == ["python", "-m", "runner", "train", "--config-dir=mine"]
 
 
 def test_two_runs_are_compared_and_the_command_for_their_weights_works(
@@ -244,7 +247,6 @@ def test_two_runs_are_compared_and_the_command_for_their_weights_works(
         (["RUNS", "diff=true"], "diff"),
         (["RUNS", "diff=yes"], "diff"),
         (["RUNS", "--html"], "html"),
-        (["RUNS", "against=nowhere"], "nowhere"),
         (["RUNS", "against=RUNS/0/summary.json"], "against"),
         (["RUNS", "against=RUNS", "tolerance.speed=1"], "tolerance.speed"),
         (["RUNS", "against=RUNS", "tolerance.step=fast"], "tolerance.step"),
@@ -255,7 +257,6 @@ def test_two_runs_are_compared_and_the_command_for_their_weights_works(
         (["RUNS", "against=nowhere"], "against: there is no nowhere"),
         (["RUNS", "tolerance.step=0.1"], "against=PLACE"),
         (["RUNS", "tolerance=0.1"], "tolerance.metric"),
-        (["RUNS", "epochs=3"], "to_pandas().query()"),
         (["name=digits"], "takes folders, not name=\n    allowed: report outputs/digits"),
         (["ckpt_path=RUNS"], "report RUNS"),
     ],
@@ -289,17 +290,6 @@ def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:
     assert "startup (s)" in found[0]._repr_html_()
     assert found[:2].table(seeds="each").folded is False
     assert repr(found) == "<40 runs>"
-
-
-def test_a_name_with_markup_is_text(many: Callable[[int], Path], tmp_path: Path) -> None:
-    folder = tmp_path / "<script>alert(1)</script>"
-    shutil.copytree(many(20) / "0", folder)
-    (folder / "overrides.yaml").write_text("- notes=</script><b>\n- seed=1\n")
-    [one] = runner.runs(str(tmp_path / "*"))
-    assert "<script>" not in one._repr_html_()
-    page = tmp_path / "page.html"
-    runner.report(tmp_path, html=page)
-    assert page.read_text().count("</script>") == 2
 
 
 def test_to_pandas_says_what_is_missing(many: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:

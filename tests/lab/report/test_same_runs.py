@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
-from stored_sweeps import live_text
+from omegaconf import OmegaConf
+from stored_sweeps import live_text, make_job, make_ledger
 from tiny_runs import TINY
 
 import runner
 from runner.lab.report.page import content_of
-from runner.sweeps.ledger import Ledger
 from runner.sweeps.rows import JobRow, rows_in
 from runner.sweeps.table import look, print_table, summarise
 from runner.tracking.console import Console
@@ -28,39 +28,14 @@ RATES = ("optimizer.lr=0.1", "optimizer.lr=0.2", "optimizer.lr=0.3")
 
 def make_run(folder: Path, words: list[str], status: str, value: float | None = None, **more: Any) -> Path:
     """The files of a run: `metric` and `mode` of its best value may be given, and anything else of its summary."""
-    folder.mkdir(parents=True)
-    (folder / "overrides.yaml").write_text(yaml.safe_dump(words))
-    given = {"metric": "val/accuracy", "mode": "max"} | {
-        name: more.pop(name) for name in ("metric", "mode") if name in more
-    }
+    given = {name: more.pop(name, default) for name, default in (("metric", "val/accuracy"), ("mode", "max"))}
     best = None if value is None else {**given, "value": value, "loss": 0.1, "global_step": 5}
-    summary = {"status": status, "error": "it broke" if status == "failed" else None, "best": best, "wall_s": 61.0}
-    (folder / "summary.json").write_text(json.dumps(summary | {"monitor": given["metric"], "last": {}} | more))
-    values: dict[str, Any] = {"optimizer": {"lr": 0.5}, "seed": 0, "model": {"_target_": "a.Model"}}
-    for word in words:
-        *path, last = word.partition("=")[0].split(".")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-        section[last] = yaml.safe_load(word.partition("=")[2])
-    (folder / "config.yaml").write_text(yaml.safe_dump(values))
+    known = {"error": "it broke" if status == "failed" else None, "monitor": given["metric"], "last": {}}
+    make_job(folder, words, **{"status": status, "best": best, **known, **more})
+    base = OmegaConf.create({"optimizer": {"lr": 0.5}, "seed": 0, "model": {"_target_": "a.Model"}})
+    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(base, OmegaConf.from_dotlist(words))))
     (folder / "metrics.jsonl").write_text('{"global_step": 1, "split": "train", "loss": 0.5}\n')
     return folder
-
-
-def make_ledger(folder: Path, planned: list[list[str]] | None, events: list[dict[str, Any]], **more: Any) -> None:
-    ledger = Ledger(folder)
-    jobs = None if planned is None else {str(number): words for number, words in enumerate(planned)}
-    launch = {
-        "swept": ["optimizer.lr", "seed"],
-        "base": {},
-        "jobs": jobs,
-        "flags": [],
-        "retry": "failed",
-    }
-    ledger.append("launch", **(launch | more))
-    for number, event in enumerate(events):
-        ledger.append(event.pop("event"), **({"job": str(number), "folder": str(number)} | event))
 
 
 def table_text(rows: list[JobRow]) -> str:
@@ -125,6 +100,7 @@ def test_a_search_keeps_trials_without_a_folder_and_never_calls_a_pruned_one_the
 @pytest.mark.parametrize(
     ("content", "status", "reason"),
     [
+        ({"status": "failed", "error": "lr must be positive\nTraceback"}, "failed", "lr must be positive"),
         ({"status": "nonsense"}, "died", "no run has the status nonsense"),
         ({"status": "running"}, "died", "it is still marked as running: it was killed"),
         ({"status": None}, "died", "no run has the status None"),
@@ -145,7 +121,10 @@ def test_a_state_is_told_from_the_others(tmp_path: Path, content: Any, status: s
     if content is not None:
         file.write_text(content if isinstance(content, str) else json.dumps(content))
     assert states(tmp_path) == {"0": "finished", "1": status}
-    assert reason in table_text(rows_in(tmp_path))
+    text = table_text(rows_in(tmp_path))
+    assert f"error: job 1 {status}: " in text
+    assert reason in text
+    assert "Traceback" not in text
     assert reason in str(runner.runs(tmp_path)[1].error)
 
 

@@ -164,9 +164,9 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     measures, reasons = [], []
     for setting, old, new in pairs:
         was, is_now = _samples(old, new), _samples(new, old)
-        own: list[Measure] = []
+        own = list[Measure]()
         for name in [name for name in was if name in is_now and name not in skipped]:
-            judged = _judge(setting, name, was[name], is_now[name], old=old, new=new, tolerance=tolerance)
+            judged = _judge(setting, name, (was[name], is_now[name]), (old, new), tolerance)
             # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
             if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
                 why = "lower without a better metric: is augmentation or regularisation missing?"
@@ -179,9 +179,8 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
             bad.append(f"{new['failed']} runs failed")
         if bad:
             settings, code = _changes(old["config"], new["config"]), _changes(before["code"], now["code"])
-            causes = [f"settings that differ: {settings}"] if settings else []
-            causes += [f"environment: {code}"] if code else []
-            cause = "; ".join(causes)
+            known = {"settings that differ": settings, "environment": code}
+            cause = "; ".join(f"{name}: {text}" for name, text in known.items() if text)
             cause = cause or "The settings and versions are the same: the code or the load of the machine changed"
             reasons.append(f"{f'{setting}: ' if setting else ''}{'; '.join(bad)}. {cause}")
     # Nothing was compared, which must not look like success
@@ -210,10 +209,8 @@ def _pairs(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[lis
 def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[float]]:
     """The values of each measure, one for each run; the loss up to the step that both sides reach."""
     runs = setting["runs"]
-    found: dict[str, list[float]] = {}
-    for run in runs:
-        for name, value in run["metric"].items():
-            found.setdefault(name, []).append(value)
+    metrics = dict.fromkeys(name for run in runs for name in run["metric"])
+    found = {name: [run["metric"][name] for run in runs if name in run["metric"]] for name in metrics}
     ends = [run["curve"][-1][0] for run in [*runs, *other["runs"]] if run["curve"]]
     # A longer run has a lower mean loss, so that only the steps that all reach count.
     curves = [[loss for step, loss in run["curve"] if step <= min(ends)] for run in runs if run["curve"]]
@@ -226,19 +223,14 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
 def _judge(
     setting: str,
     name: str,
-    before: list[float],
-    now: list[float],
-    *,
-    old: Any,
-    new: Any,
+    values: tuple[list[float], list[float]],
+    settings: tuple[Any, Any],
     tolerance: Mapping[str, float],
 ) -> Measure:
     """Compare the values of a measure, those of the baseline and those of now."""
-    modes = old["runs"][0]["mode"]
+    modes = settings[0]["runs"][0]["mode"]
     is_metric = name in modes
-    # For times and memory more is worse; a metric has its own direction
-    up_is_worse = not is_metric or modes[name] == "min"
-    (was, deviation), is_now = mean_and_deviation(before), statistics.fmean(now)
+    (was, deviation), (is_now, spread) = map(mean_and_deviation, values)
     kind = "metric" if is_metric else name
     limit = tolerance.get(kind, TOLERANCE[kind])
     # Accuracies are compared in points, larger numbers in percent
@@ -246,12 +238,13 @@ def _judge(
     room = limit * unit
     if kind not in tolerance and deviation is not None:
         room = max(room, DEVIATIONS * deviation)
-    worse_by = is_now - was if up_is_worse else was - is_now
+    # For times and memory more is worse; a metric has its own direction
+    worse_by = is_now - was if modes.get(name, "min") == "min" else was - is_now
     verdict = "worse" if worse_by > room else "better" if -worse_by > room else "same"
     if verdict == "worse" and name in ("step", "startup"):
         # Other programs slow some repetitions down, so the fastest one counts, too
         key = "fastest" if name == "step" else name
-        runs = ([run for run in each["runs"] if is_number(run.get(name))] for each in (old, new))
+        runs = ([run for run in each["runs"] if is_number(run.get(name))] for each in settings)
         fastest, fastest_now = (min(run.get(key, run[name]) for run in each) for each in runs)
         verdict = "worse" if fastest_now - fastest > limit * fastest else "same"
     # A change of a mean of 0 has no percentage
@@ -260,8 +253,8 @@ def _judge(
     return Measure(
         setting=setting,
         measure=_LABELS.get(name, name),
-        before=f"{plus_minus(was, deviation)}{suffix} (n {len(before)})",
-        now=f"{plus_minus(*mean_and_deviation(now))}{suffix} (n {len(now)})",
+        before=f"{plus_minus(was, deviation)}{suffix} (n {len(values[0])})",
+        now=f"{plus_minus(is_now, spread)}{suffix} (n {len(values[1])})",
         change=f"{is_now - was:+.3g}" if absolute else f"{(is_now - was) / unit:+.1%}",
         allowed="any" if limit == math.inf else f"{room:.2g}" if absolute else f"{room / unit:.0%}",
         verdict=verdict,
@@ -270,7 +263,6 @@ def _judge(
 
 def _changes(old: dict[str, Any], new: dict[str, Any]) -> str:
     def short(value: Any) -> str:
-        text = text_of(value)
-        return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+        return text if len(text := text_of(value)) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
     return ", ".join(f"{key} was {short(was)}, now {short(now)}" for key, was, now in differing(old, new))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,8 @@ def content_of(runs: Sequence[Run]) -> dict[str, Any]:
         "labels": {name: label(name) for row in rows for name in row["metrics"]},
         "steps": [json.loads(text) for text in steps],
         "runs": rows,
-        "confusions": _confusions(best_first),
-        "pictures": _pictures(best_first),
+        "confusions": [*itertools.islice(_confusions(best_first), _CONFUSIONS)],
+        "pictures": [*itertools.islice(_pictures(best_first), _PICTURES)],
     }
 
 
@@ -127,30 +128,21 @@ def _thinned(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _confusions(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Confusion matrices that `eval` left in the directories of the best runs."""
-    found: list[dict[str, Any]] = []
+def _confusions(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
+    """Confusion matrices that `eval` left in the directories of runs."""
     for run in runs:
         for path in sorted(run.path.glob("eval_*.json")):
             content = read_json(path)
             matrix, classes = content.get("confusion"), list(content.get("per_class") or ())
             square = isinstance(matrix, list) and 0 < len(matrix) <= _CLASSES and len(classes) == len(matrix)
             if square and all(isinstance(row, list) and len(row) == len(classes) for row in matrix or ()):
-                found.append({"run": run.name, "split": content.get("split"), "classes": classes, "matrix": matrix})
-        if len(found) >= _CONFUSIONS:
-            break
-    return found[:_CONFUSIONS]
+                yield {"run": run.name, "split": content.get("split"), "classes": classes, "matrix": matrix}
 
 
-def _pictures(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """Wrong predictions that `inspect` drew in the directories of the best runs."""
-    found: list[dict[str, str]] = []
+def _pictures(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
+    """Wrong predictions that `inspect` drew in the directories of runs."""
     for run in runs:
         for path in sorted(run.path.glob("inspect/*/errors.png"))[-1:]:
             with contextlib.suppress(OSError):
                 if (content := read_regular(path, _PICTURE_BYTES)).startswith(b"\x89PNG"):
-                    source = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-                    found.append({"run": run.name, "src": source})
-        if len(found) >= _PICTURES:
-            break
-    return found
+                    yield {"run": run.name, "src": f"data:image/png;base64,{base64.b64encode(content).decode()}"}

@@ -29,7 +29,6 @@ from runner.tracking.jsonl import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
 _LARGEST = 2**28  # bytes of a metrics file
-_OF_A_FINISHED_RUN = ("config.yaml", "metrics.jsonl")
 _SECTION = re.compile(r"^(?=[^\s#-])", re.MULTILINE)
 SPECIAL = ("run", "status", "error", "time_s", "started")
 """Names beside keys and metrics that `columns` and `sort` know."""
@@ -106,8 +105,8 @@ class Run:
         """`samples_per_s` and `step_ms` (medians of the last records of training), `peak_memory_mib` (the largest)."""
         last = map(parse, lines_of(self.path / "metrics.jsonl", _TAIL))
         records = [record for record in last if record is not None and record.get("split") == "train"]
-        columns = {name: [record.get(name) for record in records] for name in ("samples_per_s", "peak_memory_mib")}
-        rates, memory = (list(filter(is_number, column)) for column in columns.values())
+        names = ("samples_per_s", "peak_memory_mib")
+        rates, memory = ([record[name] for record in records if is_number(record.get(name))] for name in names)
         found = {"peak_memory_mib": max(memory)} if memory else {}
         if rates and (rate := statistics.median(rates)) > 0:
             found |= {"samples_per_s": rate, "step_ms": 1000 * self.samples_per_step / rate}
@@ -201,10 +200,9 @@ def find_runs(places: Iterable[str | Path], key: str = "report") -> tuple[list[R
     for run in runs:
         if run.status == "finished":
             # A finished run has all files, so a missing one is worth a note
-            lost = [name for name in _OF_A_FINISHED_RUN if not (run.path / name).is_file()]
-            lost += ["config.yaml"] if not run.config and "config.yaml" not in lost else []
+            there = {"config.yaml": bool(run.config), "metrics.jsonl": (run.path / "metrics.jsonl").is_file()}
             what = "is missing or damaged, so the report lacks what it holds"
-            scan.notes += [f"{run.path}: {name} {what}" for name in lost]
+            scan.notes += [f"{run.path}: {name} {what}" for name, kept in there.items() if not kept]
     return runs, scan.notes
 
 
@@ -214,24 +212,21 @@ def _run(row: JobRow) -> Run:
         path=row.folder,
         status=row.status,
         error=row.error,
-        config=read_config(row.folder / "config.yaml"),
+        config=_config(row.folder / "config.yaml"),
         overrides=row.overrides,
         summary=row.summary or ({"best": best} if row.metric else {}),
         repeat=row.repeat or "",
     )
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def _config(path: Path) -> dict[str, Any]:
     """The config of a run by dotted key; empty if it cannot be read."""
     try:
-        text = read_regular(path).decode()
-        found: dict[str, Any] = {}
-        # Runs share most of their sections, and reading YAML is what takes the time.
-        for section in _SECTION.split(text):
-            found |= _section(section)
+        # Runs share most of their sections, and reading YAML is what takes the time
+        sections = [_section(section) for section in _SECTION.split(read_regular(path).decode())]
+        return {key: value for section in sections for key, value in section.items()}
     except (OSError, ValueError, UserError):
         return {}
-    return found
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -49,10 +49,8 @@ class Row:
     @property
     def status(self) -> str:
         """`finished`, or how many have which status."""
-        counts = Counter(run.status for run in self.runs)
-        if len(counts) == 1:
-            return self.runs[0].status
-        return ", ".join(f"{count} {status}" for status, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+        counts = Counter(run.status for run in self.runs).most_common()
+        return counts[0][0] if len(counts) == 1 else ", ".join(f"{count} {status}" for status, count in counts)
 
     def is_lost(self) -> bool:
         """True if all of its runs failed, died or were pruned, so that what they reached is no result."""
@@ -269,5 +267,4 @@ def text_of(value: Any) -> str:
 
 def differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """The keys that have another value, with both values; None for one that is not there."""
-    keys = dict.fromkeys([*first, *second])
-    return [(key, first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)]
+    return [(key, first.get(key), second.get(key)) for key in first | second if first.get(key) != second.get(key)]
