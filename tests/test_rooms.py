@@ -183,8 +183,8 @@ BUDGET = {
     "checkpoint": 1_443,
     "config": 3_808,
     "data": 8_065,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 837,
-    "engine": 2_937,
+    "distributed": 667,
+    "engine": 3_053,  # with the step of ranks, which was in distributed
     "instrument": 631,  # attributes of a task, which a trial puts back
     "lab": 6_135,
     "launch": 1_013,

@@ -12,7 +12,6 @@ from torch import nn
 from runner.checkpoint.file import read
 from runner.engine.diagnosis import watch_finite
 from runner.engine.errors import Diverged
-from runner.engine.step import train_step
 
 SMALL = (
     "train", "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
@@ -92,10 +91,10 @@ def test_watch_finite_names_the_first_output_before_any_weight_changes(bench: An
     state.position.global_step = 6
     before = state.model[1].weight.clone()
     watch_finite(state)
-    batch = next(iter(small.source.batches(0, 0, 1)))
+    batch = small.first()
     batch = batch._replace(data=(torch.full_like(batch.images, value), batch.targets))
     with pytest.raises(Diverged, match=words):
-        train_step(state, small.step_parts(state.model), batch, 1.0, len(batch.targets), update=True)
+        small.step(state)(batch, 1.0, len(batch.targets), update=True)
     assert torch.equal(state.model[1].weight, before)
     state.model.eval()
     with pytest.raises(Diverged, match="in the evaluation after step 6"), torch.inference_mode():

@@ -16,7 +16,6 @@ from runner.engine import nonfinite
 from runner.engine.errors import Diverged
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.state import RunningMean
-from runner.engine.window import WindowStep, needs_window
 from runner.optim.kernels import plain_step, start_momentum
 from runner.optim.muon import Muon
 
@@ -52,8 +51,6 @@ def loop_of(bench: Any, policy: Any, optimizer: Any, *callbacks: Any, scaler: An
     made.parts |= {"guard": guard, "optimizer_step": plain_step(state.optimizer)}
     loop = made.loop(*callbacks, state=state)
     loop.source = Spoilt(made.source)
-    if needs_window(state.optimizer):
-        loop.step = WindowStep()
     return loop
 
 
@@ -61,11 +58,11 @@ def without_the_step(loop: Any) -> Any:
     """The loop with good batches, of which it does not train on those of the step that would be skipped."""
     step, loop.source = loop.step, loop.source._source
 
-    def skipping(state: Any, *rest: Any, update: bool) -> None:
-        if state.position.global_step != NAN_AT:
-            step(state, *rest, update=update)
+    def skipping(part: Any, *given: Any) -> None:
+        if loop.state.position.global_step != NAN_AT:
+            part(*given)
 
-    loop.step = skipping
+    step.accumulate, step.update = (functools.partial(skipping, part) for part in (step.accumulate, step.update))
     return loop
 
 

@@ -15,7 +15,7 @@ from runner.distributed.world import world
 from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig
+from runner.engine.step import Step
 from runner.instrument.nested import fields_of, first_tensor
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
@@ -35,12 +35,13 @@ class Diagnosis:
         return f"the gradients of step {self.step} (epoch {self.epoch}) are not finite: {self.cause}"
 
 
-def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
+def diagnose(trains: Step, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
     """Train on the batches of a step again, without an update, and see where the first number that is not finite comes from.
 
     Weights, buffers, gradients and random generators are left as they are. Where the model is sharded, ranks that stop in
     the middle of a forward pass would leave the others waiting, so only batches and weights are searched.
     """
+    state = trains.state
     # The failing step is computed again without compilation, as compiled code hides the modules
     with no_trace(state.model, state.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
@@ -50,7 +51,7 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
             if is_sharded(state.model):
                 cause = next(filter(None, world().gather(cause)), "")
             elif not cause:
-                cause = _cause_in_passes(state, parts, batch)
+                cause = _cause_in_passes(trains, batch)
             if cause:
                 content = {**fields_of(batch.data), "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
@@ -70,17 +71,17 @@ def _cause_before(state: TrainState, batch: Batch) -> str:
     return f"weights are not finite: {join_names(wrong)}" if wrong else ""
 
 
-def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
+def _cause_in_passes(trains: Step, batch: Batch) -> str:
     """The first output, loss or gradient that is not finite in forward and backward."""
-    model, logits = state.model, batch.indices  # which are finite
+    model, logits = trains.state.model, batch.indices  # which are finite
 
     def keep(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         nonlocal logits
         if (found := first_tensor(output)) is not None:
             logits = found
 
-    with nonfinite_outputs(model) as outputs, Observer(model, after=keep, names=[""]), parts.autocast():
-        loss = parts.objective(batch.data)
+    with nonfinite_outputs(model) as outputs, Observer(model, after=keep, names=[""]), trains.autocast():
+        loss = trains.objective(batch.data)
     # From the inside out: the first module, then the loss, then gradients
     if outputs:
         samples = nonfinite_samples(logits, batch.indices)
@@ -91,7 +92,7 @@ def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
         samples = nonfinite_samples(logits, batch.indices)
         return f"the loss is {value}" + (f", and the outputs for {samples}" if samples else "")
     loss.backward()  # type: ignore[no-untyped-call]
-    wrong = [name for name, parameter in state.named_parameters() if not is_finite(parameter.grad)]
+    wrong = [name for name, parameter in trains.state.named_parameters() if not is_finite(parameter.grad)]
     return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
 
 

@@ -16,7 +16,7 @@ from runner.data.module import DataModule
 from runner.engine.plan import EpochPlan
 from runner.engine.position import Position
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, Supervised
+from runner.engine.step import Step, Supervised
 from runner.instrument.flops import Flops, count_flops
 from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels
@@ -43,8 +43,7 @@ class Run:
     length: RunLength  # epochs and steps
     monitor: Monitor  # the metric that decides which evaluation is best
     state: TrainState  # what training changes and a checkpoint stores: model, optimizer, schedule, averages
-    parts: StepConfig  # what a step consists of
-    step: StepFunction
+    step: Step  # trains on a batch
     toggled: Toggled  # compilation and activation checkpointing
     kernels: Kernels  # how the optimizer updates weights
     initial: InitialWeights  # where the weights come from
@@ -58,7 +57,7 @@ class Run:
     @property
     def steps(self) -> Any:
         """How the loss and the outputs of a batch are computed: `runner.engine.step.Supervised` or `runner.run.step.TaskSteps`."""
-        return self.parts.objective
+        return self.step.objective
 
     @property
     def device(self) -> torch.device:
