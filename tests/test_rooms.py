@@ -187,11 +187,11 @@ BUDGET = {
     "engine": 3_053,  # with the step of ranks, which was in distributed
     "instrument": 631,  # attributes of a task, which a trial puts back
     "lab": 6_135,
-    "launch": 1_013,
+    "launch": 997,
     "models": 1_354,
     "optim": 1_214,
     "run": 3_998,
-    "runtime": 1_364,
+    "runtime": 1_360,
     "sweeps": 1_934,
     "tasks": 776,
     "tracking": 2_006,
