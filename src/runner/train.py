@@ -42,7 +42,7 @@ from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_step, slow_guard
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
-from runner.runtime.toggles import CompileReport, forget_compiled, toggle
+from runner.runtime.toggles import Compilation, forget_compiled, toggle
 from runner.tracking.formats import WEIGHTS_STEP, aligned
 from runner.tracking.reporting import MetricsBuffer, SkippedSteps
 
@@ -244,7 +244,7 @@ def _train(
     return state.best.value if state.best else None
 
 
-def _note_losses(record: RunRecord, data: DataModule, compiled: list[CompileReport]) -> None:
+def _note_losses(record: RunRecord, data: DataModule, compiled: list[Compilation]) -> None:
     """Add to the summary what compilation cost, and how many samples could not be read."""
     for report in compiled:
         record.summary |= report.summary()
