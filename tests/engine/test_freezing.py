@@ -104,13 +104,6 @@ def test_the_callback_tells_what_is_trained_from_where_on():
     assert said == ["step 2: stem is trained from now on, 10 parameters"]
 
 
-def test_frozen_weights_get_no_gradient():
-    model = Net()
-    Freezing(model, [part(model, "stem", steps=1)]).train(Position())
-    model.body(model.stem(torch.randn(4, 2))).sum().backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == BODY
-
-
 def test_the_statistics_of_frozen_norms_stay_in_an_average_too():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     Freezing(model, [part(model, "0")]).train(Position())

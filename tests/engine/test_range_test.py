@@ -166,21 +166,24 @@ def test_suggestions_are_where_the_curve_says() -> None:
     assert (found.edge, found.fifth) == (rates[6], pytest.approx(rates[6] / 5)), "0.95 is level with 0.8, 1.0 is not"
 
 
-def test_a_high_first_loss_does_not_hide_where_it_rises() -> None:
-    """As a regression on targets far from zero has it, or a head that is far off."""
-    rates = exponential(1e-4, 1, 8)
-    smoothed = [10000, 5000, 200, 60, 50, 55, 300, 1000.0]
-    assert suggest(Curve(rates, smoothed, smoothed)).edge == rates[5]
+LEVEL = [2.3, 2.0, 1.0, 0.60, 0.61, 0.62, 0.61, 0.63, 0.62, 2.0]
 
 
-def test_noise_in_a_long_level_part_does_not_move_the_edge() -> None:
-    rates = exponential(1e-4, 1, 10)
-    level = [2.3, 2.0, 1.0, 0.60, 0.61, 0.62, 0.61, 0.63, 0.62, 2.0]
-    early, late = list(level), list(level)
-    early[3] = late[8] = 0.55
-    found = [suggest(Curve(rates, smoothed, smoothed)) for smoothed in (early, late)]
-    assert [one.lowest for one in found] == [rates[3], rates[8]]
-    assert [one.edge for one in found] == [rates[8], rates[8]]
+@pytest.mark.parametrize(
+    ("smoothed", "lowest", "edge"),
+    [
+        # as a regression on targets far from zero has it, or a head that is far off
+        ([10000, 5000, 200, 60, 50, 55, 300, 1000.0], 4, 5),
+        # noise decides where a long level part is lowest, and not where it ends
+        ([*LEVEL[:3], 0.55, *LEVEL[4:]], 3, 8),
+        ([*LEVEL[:8], 0.55, *LEVEL[9:]], 8, 8),
+    ],
+    ids=["high first loss", "low early", "low late"],
+)
+def test_the_edge_is_where_the_loss_begins_to_rise(smoothed: list[float], lowest: int, edge: int) -> None:
+    rates = exponential(1e-4, 1, len(smoothed))
+    found = suggest(Curve(rates, smoothed, smoothed))
+    assert (found.lowest, found.edge) == (rates[lowest], rates[edge])
 
 
 @pytest.mark.parametrize(

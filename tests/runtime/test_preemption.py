@@ -140,29 +140,3 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
     assert rest.summary["weights_sha256"] == reference("data.split.val=0.3", "checkpoint.monitor=loss")
     epochs = [record["epoch"] for record in rest.metrics if record["split"] == "val"]
     assert epochs == [1, 2], "each epoch was evaluated once"
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_killed_again_and_again_it_ends_with_the_same_bits(start: Any, here: Path, train: Any, reference: Any) -> None:
-    directory = here / "run"
-    words: tuple[str, ...] = SLOWLY
-    for step in (9, 30):
-        process = start(*words, f"hydra.run.dir={directory}")
-        wait_for(here / "steps", process, at_step(step))
-        time.sleep(0.013)
-        process.kill()
-        process.communicate()
-        assert json.loads((directory / "summary.json").read_text())["status"] == "running"
-        saved = read(directory / "checkpoints" / "last.safetensors")["position"]["global_step"]
-        assert saved >= step - 9, "at most the steps since the last save are lost"
-        (here / "steps").unlink()
-        words = (f"ckpt_path={directory}", *SLOWLY)
-    # A line that was being written when the power went is not an obstacle either.
-    with (directory / "metrics.jsonl").open("a") as file:
-        file.write('{"global_step": 999, "epo')
-    rest = train(f"ckpt_path={directory}", f"hydra.run.dir={directory}", "callbacks.slow.step_s=0")
-    assert rest.summary["weights_sha256"] == reference()
-    assert not list(directory.glob("**/*.tmp"))
-    steps = [record["global_step"] for record in rest.metrics if record["split"] == "train"]
-    assert steps == list(range(1, rest.summary["global_step"] + 1))
