@@ -184,8 +184,8 @@ BUDGET = {
     "config": 3_808,
     "data": 8_065,  # boxes, outlines and names of all readers are checked alike
     "distributed": 667,
-    "engine": 3_053,  # with the step of ranks, which was in distributed
-    "instrument": 631,  # attributes of a task, which a trial puts back
+    "engine": 3_052,  # with the step of ranks, which was in distributed
+    "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_135,
     "launch": 997,
     "models": 1_354,

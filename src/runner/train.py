@@ -22,7 +22,7 @@ from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import watch_finite
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress

@@ -16,8 +16,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean, TrainState
-from runner.engine.step import Step, Supervised
-from runner.engine.window import WindowStep, needs_window
+from runner.engine.step import Step, Supervised, WindowStep, needs_window
 from runner.optim.schedules import Constant
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from runner.checkpoint.file import read
-from runner.engine.diagnosis import watch_finite
+from runner.engine.diagnosis import is_finite, nonfinite_samples, watch_finite
 from runner.engine.errors import Diverged
 
 SMALL = (
@@ -69,6 +70,33 @@ class Overflow:
     assert result.status == 3, result.out
     assert "exp_avg_sq is not finite after step 4; it was not saved" in result.summary["error"]
     assert all_finite(result.directory) == ["last.safetensors", "step_0000000002.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.ones(3), True),
+        (torch.tensor([1.0, math.inf]), False),
+        ({"a": torch.ones(2), "b": [torch.tensor(math.nan)]}, False),
+        (torch.tensor([1, 2]), True),
+        (torch.tensor([[0.0, math.nan]]).to_sparse(), False),
+        (torch.tensor([[0.0, 1.0]]).to_sparse(), True),
+        (None, True),
+    ],
+)
+def test_every_tensor_counts(value: object, expected: bool) -> None:
+    assert is_finite(value) is expected
+
+
+def test_samples_are_named_by_their_index_and_a_long_list_is_cut() -> None:
+    values, indices = torch.zeros(11, 2), torch.arange(3, 14)
+    assert nonfinite_samples(values, indices) == ""
+    values[1, 0] = math.nan
+    assert nonfinite_samples(values, indices) == "sample 4"
+    values[3] = math.inf
+    assert nonfinite_samples(values[:, 0], indices) == "samples 4, 6"
+    assert nonfinite_samples(values / 0, indices) == "samples 3, 4, 5, 6, 7, 8, 9, 10 and 3 more"
+    assert nonfinite_samples(torch.tensor(math.nan), indices) == ""
 
 
 class Log(nn.Module):

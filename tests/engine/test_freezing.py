@@ -9,7 +9,7 @@ from torch import nn
 
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.freezing import Freezing, Frozen
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.engine.weight_average import AveragedModel
 
 

@@ -16,7 +16,7 @@ from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.lab.inspect.numbers import pass_through as watched
 from runner.run.evaluation import _feed
 from runner.run.probe import probe

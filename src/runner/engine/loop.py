@@ -28,8 +28,7 @@ from typing import Any
 from runner.distributed.world import world
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
-from runner.engine.plan import EpochPlan, Limits
-from runner.engine.position import Best
+from runner.engine.plan import Best, EpochPlan, Limits
 from runner.engine.protocols import Source
 from runner.engine.step import Step
 from runner.engine.weight_average import loss_for

@@ -17,8 +17,7 @@ from runner.distributed.sharding import is_sharded
 from runner.distributed.world import rows, world
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import Step, parameters_of
-from runner.engine.window import WindowStep
+from runner.engine.step import Step, WindowStep, parameters_of
 from runner.instrument.no_trace import SavedAttributes, SavedBuffers, SavedRNG
 
 

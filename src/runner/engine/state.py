@@ -13,7 +13,7 @@ from runner.distributed.sharding import divided_like, loaded
 from runner.distributed.world import world
 from runner.engine.freezing import Freezing
 from runner.engine.optimizers import Schedules
-from runner.engine.position import Best, Position
+from runner.engine.plan import Best, Position
 from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
 from runner.instrument.nested import kind_of, named_tensors

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from runner.base.errors import UserError
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
-from runner.engine.plan import EpochPlan, Limits, Timeline
-from runner.engine.position import Position
+from runner.engine.plan import EpochPlan, Limits, Position, Timeline
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import components_of
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
-from runner.engine.plan import EpochPlan
-from runner.engine.position import Position
+from runner.engine.plan import EpochPlan, Position
 from runner.engine.state import TrainState
 from runner.engine.step import Step, Supervised
 from runner.instrument.flops import Flops, count_flops

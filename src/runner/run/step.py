@@ -21,8 +21,7 @@ from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.optimizers import Optimizers
 from runner.engine.rank_step import RankStep, RankWindowStep
 from runner.engine.state import TrainState
-from runner.engine.step import Step, Supervised
-from runner.engine.window import WindowStep, needs_window
+from runner.engine.step import Step, Supervised, WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.hardware import Hardware
 from runner.run.model import modules_of, optimizers_of
