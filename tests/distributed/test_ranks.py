@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
@@ -18,6 +17,7 @@ import pytest
 import rank_faults
 from agent import Agent
 from extended import some
+from running_sweeps import until
 
 from runner.checkpoint.file import read
 from scale_kills import ranks_of
@@ -79,19 +79,12 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
     program = subprocess.Popen(
         [sys.executable, "-m", "runner", *words], stdout=PIPE, stderr=PIPE, text=True, env=environment
     )
-    deadline = time.monotonic() + 120
-    while not list((here / "run").glob("checkpoints/step_*")):
-        assert program.poll() is None, program.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: list((here / "run").glob("checkpoints/step_*")) or program.poll() is not None, seconds=120)
     ranks = ranks_of(program.pid)
     assert len(ranks) >= 2
     program.send_signal(number)
     out, err = program.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < deadline, "a rank is left"
-        time.sleep(0.05)
+    until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks))
     if number == signal.SIGTERM:
         assert program.returncode == 75, err
         assert "stopped by SIGTERM" in out

@@ -57,7 +57,7 @@ def test_auto_takes_what_is_there_and_says_why(gpus: Callable[[int], None]) -> N
         ("cuda:3", 0, "'cuda:3' is not available"),
         ("cuda:2", 2, r"'cuda:2' is not available: torch sees 2\n.*cuda:0 to cuda:1"),
         ("mps", 0, "'mps' is not available"),
-        ("meta", 0, "'meta' is not supported"),
+        ("meta", 0, "cannot be 'meta'"),
         ("", 0, "cannot be ''"),
     ],
 )
