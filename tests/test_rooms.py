@@ -183,7 +183,7 @@ BUDGET = {
     "checkpoint": 1_443,
     "config": 3_808,
     "data": 8_065,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 667,
+    "distributed": 654,
     "engine": 3_052,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_135,
@@ -191,7 +191,7 @@ BUDGET = {
     "models": 1_354,
     "optim": 1_214,
     "run": 3_998,
-    "runtime": 1_360,
+    "runtime": 1_355,
     "sweeps": 1_934,
     "tasks": 776,
     "tracking": 2_006,

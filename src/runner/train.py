@@ -16,8 +16,7 @@ from runner.config.schema.train import Train
 from runner.config.untrusted import may_write_cache
 from runner.data.build import read_data
 from runner.data.module import DataModule
-from runner.distributed.agreement import Agreement
-from runner.distributed.world import world
+from runner.distributed.world import Agreement, world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import watch_finite
 from runner.engine.errors import Interrupted, Preempted

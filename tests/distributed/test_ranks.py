@@ -125,6 +125,14 @@ def test_a_mistake_in_the_words_of_ranks_of_torchrun_is_said_once(here: Path) ->
     assert not (here / "wrong").exists()
 
 
+@pytest.mark.parametrize("word", ["sync_batchnorm=true", "strategy=fsdp"])
+def test_one_process_is_told_that_it_has_no_effect(train: Callable[..., Any], train_once: Any, word: str) -> None:
+    words = ("max_steps=3", "evaluate.test=false")
+    found = train(*words, word)
+    assert f"{word} has no effect: one process trains" in found.out
+    assert found.summary["weights_sha256"] == train_once(*words).summary["weights_sha256"]
+
+
 FSDP = "devices=2 strategy=fsdp device=cpu"
 
 

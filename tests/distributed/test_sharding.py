@@ -138,10 +138,6 @@ def test_initial_weights_have_the_same_bits(runs: Callable[..., Any]) -> None:
     assert runs(*words, *TWO).summary["weights_sha256"] == runs(*words).summary["weights_sha256"]
 
 
-def test_one_process_is_told_that_it_has_no_effect(train: Callable[..., Any]) -> None:
-    assert "strategy=fsdp has no effect" in train(*SMALL, *MLP, "strategy=fsdp", "max_steps=1").out
-
-
 @pytest.mark.parametrize(
     ("word", "key"), [("fsdp.replicas=3", "fsdp.replicas"), ("fsdp.blocks=[stages.*]", "fsdp.blocks")]
 )
