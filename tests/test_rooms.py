@@ -184,7 +184,7 @@ BUDGET = {
     "config": 3_808,
     "data": 8_065,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
-    "engine": 3_052,  # with the step of ranks, which was in distributed
+    "engine": 3_047,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_135,
     "launch": 997,

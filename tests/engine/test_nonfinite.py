@@ -162,7 +162,9 @@ class Drifting(nn.Module):
         return inputs
 
 
-@pytest.mark.parametrize("norm", [functools.partial(nn.BatchNorm2d, 3, momentum=None), Drifting], ids=["own", "anew"])
+@pytest.mark.parametrize(
+    "norm", [functools.partial(nn.BatchNorm2d, 3, momentum=None), Drifting], ids=["own", "assigned"]
+)
 def test_skip_puts_back_what_buffers_had_taken_in_and_how_many_batches(bench: Any, norm: Any) -> None:
     ends = []
     for skipped in (False, True):

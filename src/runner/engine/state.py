@@ -64,19 +64,14 @@ class RunningMean:
         if self._skipped is not None:
             self._skipped.zero_()
 
-    def _count(self) -> int:
-        """The samples that were not skipped."""
+    def _totals(self) -> tuple[torch.Tensor, int]:
+        """Sum and samples of all ranks, without those that were skipped."""
         if self._skipped is not None:
             self._samples -= int(self._skipped)
             self._skipped.zero_()
-        return self._samples
-
-    def _totals(self) -> tuple[torch.Tensor, int]:
-        """Sum and samples of all ranks."""
-        samples = self._count()
         if world().size == 1:
-            return self._sum.clone(), samples
-        both = self._sum.new_tensor([0.0, samples], dtype=torch.float64)
+            return self._sum.clone(), self._samples
+        both = self._sum.new_tensor([0.0, self._samples], dtype=torch.float64)
         both[0] = self._sum
         both = world().total(both)
         return both[0].to(self._sum.dtype), int(both[1])
