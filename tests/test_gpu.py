@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from runner.checkpoint.file import read
 from runner.data.loaders import Batch
-from runner.distributed.parallel import parallelize
 from runner.distributed.world import joined
+from runner.engine.rank_step import RankStep
 from runner.engine.state import RunningMean, TrainState
-from runner.engine.step import StepConfig, Supervised, train_step
+from runner.engine.step import Supervised
 from runner.optim.schedules import Constant
 from runner.runtime.memory import peak_memory, reset_peak_memory
 
@@ -86,11 +86,10 @@ def test_nccl_connects_a_world_of_one_whose_gradients_are_those_of_the_model(mon
 
     alone = torch.autograd.grad(F.cross_entropy(model(images), targets), list(model.parameters()))
     state = TrainState(model, torch.optim.SGD(model.parameters()), Constant(1), None, RunningMean(device))
-    parts = StepConfig(Supervised(model, F.cross_entropy, lambda targets: targets))
+    step = RankStep(state, Supervised(model, F.cross_entropy, lambda targets: targets))
     batch = Batch((images, targets), torch.arange(6, device=device))
     with joined(60.0, device) as world:
-        parts, step = parallelize(parts, train_step, state, world, find_unused=False, repeats=False)
-        step(state, parts, batch, 1.0, 6, update=False)
+        step(batch, 1.0, 6, update=False)
         total = torch.ones(1, device=device)
         dist.all_reduce(total)
         assert total.item() == world.size == 1

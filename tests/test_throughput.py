@@ -19,7 +19,7 @@ SMALL = (
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has a listed peak."""
     ceiling = PeakFlops(1e12, "float32", "data sheet of a GPU")
-    monkeypatch.setattr("runner.runtime.hardware_metrics.peak", lambda device, kind: ceiling)
+    monkeypatch.setattr("runner.runtime.hardware_metrics.listed_peak", lambda name, kind: ceiling)
 
 
 def training_lines(result: Any) -> list[dict[str, Any]]:

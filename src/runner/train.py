@@ -16,15 +16,12 @@ from runner.config.schema.train import Train
 from runner.config.untrusted import may_write_cache
 from runner.data.build import read_data
 from runner.data.module import DataModule
-from runner.distributed.agreement import Agreement
-from runner.distributed.parallel import parallelize
-from runner.distributed.world import world
+from runner.distributed.world import Agreement, world
 from runner.engine.callbacks import Log, Progress, UnfreezeCallback
 from runner.engine.diagnosis import watch_finite
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
-from runner.engine.position import Position
-from runner.engine.window import needs_window
+from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run.batch_size import auto_batch_size, memory_for_training
 from runner.run.describe import show_run, start_progress
@@ -38,10 +35,10 @@ from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_n
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
 from runner.run.saving import Saving, build_loggers, open_loggers
-from runner.run.step import build_parts, build_step, slow_guard
+from runner.run.step import build_step, slow_guard
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
-from runner.runtime.toggles import CompileReport, forget_compiled, toggle
+from runner.runtime.toggles import Compilation, forget_compiled, toggle
 from runner.tracking.formats import WEIGHTS_STEP, aligned
 from runner.tracking.reporting import MetricsBuffer, SkippedSteps
 
@@ -102,13 +99,10 @@ def build_run(
     state, kernels = build_state(config, task, model, loss, freezing, hardware=hardware, length=length, monitor=monitor)
     toggled.compile_step_of(state.optimizer)
 
-    parts = build_parts(config, state, task, loss, hardware=hardware, toggled=toggled)
-    step = build_step(config, state)
-    warnings += slow_guard(parts, state, hardware)
+    step = build_step(config, state, task, loss, hardware=hardware, toggled=toggled)
+    warnings += slow_guard(step, hardware)
     if world().size > 1:
-        unused, repeats = config.dist.find_unused_parameters, needs_window(state.optimizer)
         warnings += uneven_loss(loss, task, data)
-        parts, step = parallelize(parts, step, state, world(), find_unused=unused, repeats=repeats)
     return Run(
         config=config,
         hardware=hardware,
@@ -118,7 +112,6 @@ def build_run(
         length=length,
         monitor=monitor,
         state=state,
-        parts=parts,
         step=step,
         toggled=toggled,
         kernels=kernels,
@@ -201,16 +194,14 @@ def _train(
         saving.callback,
     ]
     loop = Loop(
-        state,
+        run.step,
         source=data.train.loader,
         plan=run.plan,
-        parts=run.parts,
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
         monitor=run.monitor,
         interrupted=agreement.reason,
-        step=run.step,
     )
 
     # From here on, the state is that of the checkpoint
@@ -248,7 +239,7 @@ def _train(
     return state.best.value if state.best else None
 
 
-def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[CompileReport]) -> None:
+def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[Compilation]) -> None:
     """Add to the summary what compilation cost, and how many samples could not be read."""
     for report in compiled:
         directory.summary |= report.summary()

@@ -31,13 +31,6 @@ def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
         assert max(max(one[case]["errors"].values()) for one in found) < 1e-12, case
 
 
-def test_one_process_is_told_that_it_has_no_effect(train: Callable[..., Any]) -> None:
-    plain = train("max_steps=3", "evaluate.test=false")
-    found = train("max_steps=3", "evaluate.test=false", "sync_batchnorm=true")
-    assert "sync_batchnorm=true has no effect: one process trains" in found.out + found.err
-    assert found.summary["weights_sha256"] == plain.summary["weights_sha256"]
-
-
 def test_names_in_a_state_dict_are_those_of_batchnorm() -> None:
     model, other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     model[1].running_mean.add_(1)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from extended import some
 
-from runner.distributed.parallel import own_draws
+from runner.engine.rank_step import own_draws
 
 
 def test_ranks_draw_other_numbers_in_each_batch_whatever_was_drawn_before() -> None:

@@ -13,7 +13,6 @@ import torch
 from extended import some
 from safetensors.torch import load_file
 
-from runner.base.errors import Problem
 from scale_matrix import LAYOUTS
 
 # 41 samples to train on: five batches, of which the last has one. 5 samples to validate on: three batches.
@@ -137,32 +136,6 @@ def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> N
 def test_initial_weights_have_the_same_bits(runs: Callable[..., Any]) -> None:
     words = (*MLP, "optimizer.lr=1e-320", "optimizer.weight_decay=0", "max_steps=1", "dtype=float32")
     assert runs(*words, *TWO).summary["weights_sha256"] == runs(*words).summary["weights_sha256"]
-
-
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("compile=true", "compile"),
-        ("amp=fp16", "amp"),
-        ("dist.find_unused_parameters=true", "dist.find_unused_parameters"),
-        ("optimizer._target_=torch.optim.Adafactor", "optimizer"),
-    ],
-)
-def test_what_divided_weights_rule_out_is_refused(
-    problems: Callable[..., dict[str, Problem]], word: str, key: str
-) -> None:
-    words = ("strategy=fsdp", "devices=2", "device=cpu")
-    assert key not in problems(*words)
-    assert key in problems(*words, word)
-
-
-def test_keys_of_fsdp_have_no_effect_without_it(
-    problems: Callable[..., dict[str, Problem]], train: Callable[..., Any]
-) -> None:
-    found = problems("fsdp.replicas=2", "fsdp.reshard_after_forward=false")
-    assert {"fsdp.replicas", "fsdp.reshard_after_forward"} <= set(found)
-    said = train(*SMALL, *MLP, "strategy=fsdp", "max_steps=1").out
-    assert "strategy=fsdp has no effect" in said
 
 
 @pytest.mark.parametrize(

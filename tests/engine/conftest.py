@@ -16,7 +16,7 @@ from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import EpochPlan, Limits
 from runner.engine.state import RunningMean, TrainState
-from runner.engine.step import StepConfig, Supervised
+from runner.engine.step import Step, Supervised, WindowStep, needs_window
 from runner.optim.schedules import Constant
 
 CPU = torch.device("cpu")
@@ -47,9 +47,19 @@ class Bench:
             group["initial_lr"] = group["lr"]
         return TrainState(model, optimizer, Constant(1000), self.scaler, RunningMean(CPU))
 
-    def step_parts(self, model: nn.Module) -> StepConfig:
+    def step(self, state: TrainState) -> Step:
         parts = {"loss": nn.CrossEntropyLoss(), "targets": lambda targets: targets} | self.parts
-        return StepConfig(Supervised(model, parts.pop("loss"), parts.pop("targets")), **parts)
+        steps = Supervised(state.model, parts.pop("loss"), parts.pop("targets"))
+        return (WindowStep if needs_window(state.optimizer) else Step)(state, steps, **parts)
+
+    def first(self) -> Batch:
+        return next(iter(self.source.batches(0, 0, 1)))
+
+    def one_step(self, state: TrainState | None = None) -> TrainState:
+        """The state after a step on the first batch."""
+        step = self.step(state or self.state())
+        step(self.first(), 1.0, min(self.batch_size, len(self.images)), update=True)
+        return step.state
 
     @property
     def source(self) -> MemoryLoader:
@@ -69,10 +79,9 @@ class Bench:
     def loop(self, *callbacks: Any, state: TrainState | None = None, signals: Callable[[], str] = lambda: "") -> Loop:
         state = state or self.state()
         return Loop(
-            state,
+            self.step(state),
             self.source,
             self.plan,
-            parts=self.step_parts(state.model),
             limits=Limits(**self.limits),
             evaluate=(lambda: self.evaluate(state.model, lambda: bool(signals()))) if self.validate else None,
             callbacks=callbacks,
@@ -97,11 +106,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture
-def first_batch() -> Callable[[Bench], Batch]:
-    return lambda bench: next(iter(bench.source.batches(0, 0, 1)))
 
 
 class Waits(TorchDispatchMode):

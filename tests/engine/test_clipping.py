@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from runner.engine.clipping import AdaptiveClip, clip_gradients
-from runner.engine.step import train_step
 
 RATIO = 0.02
 
@@ -87,9 +86,8 @@ def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(bench: Any,
     one = bench(optimizer=Spy, build=lambda: net)
     one.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
     one.parts = {"clip_adaptive": AdaptiveClip.of(net, 1e-3)}
-    state, batch = one.state(), next(iter(one.source.batches(0, 0, 1)))
     with waits:
-        train_step(state, one.step_parts(state.model), batch, 1.0, 4, update=True)
+        one.one_step()
     assert scaled or waits.found == []  # the scaler asks the optimizer's gradients itself
     for parameter, gradient in list(zip(net.parameters(), seen, strict=True))[:2]:
         assert bool((units(gradient) <= 1.001e-3 * units(parameter).clamp_min(1e-3)).all())
@@ -97,12 +95,5 @@ def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(bench: Any,
 
 
 def test_a_run_with_it_ends_with_other_weights(train: Any) -> None:
-    words = (
-        "model=mlp",
-        "model.hidden=[8]",
-        "epochs=1",
-        "limit.train_batches=5",
-        "evaluate.test=false",
-        "optimizer=sgd",
-    )
+    words = ("model=mlp", "model.hidden=[8]", "max_steps=5", "evaluate.test=false", "optimizer=sgd")
     assert len({train(*words, f"grad_clip.agc={ratio}").summary["weights_sha256"] for ratio in ("null", 0.001)}) == 2

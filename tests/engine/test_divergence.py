@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 from torch import nn
 
 from runner.checkpoint.file import read
-from runner.engine.diagnosis import watch_finite
+from runner.engine.diagnosis import is_finite, nonfinite_samples, watch_finite
 from runner.engine.errors import Diverged
-from runner.engine.step import train_step
 
 SMALL = (
     "train", "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "data.batch_size=8", "epochs=4",
@@ -72,6 +72,33 @@ class Overflow:
     assert all_finite(result.directory) == ["last.safetensors", "step_0000000002.safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (torch.ones(3), True),
+        (torch.tensor([1.0, math.inf]), False),
+        ({"a": torch.ones(2), "b": [torch.tensor(math.nan)]}, False),
+        (torch.tensor([1, 2]), True),
+        (torch.tensor([[0.0, math.nan]]).to_sparse(), False),
+        (torch.tensor([[0.0, 1.0]]).to_sparse(), True),
+        (None, True),
+    ],
+)
+def test_every_tensor_counts(value: object, expected: bool) -> None:
+    assert is_finite(value) is expected
+
+
+def test_samples_are_named_by_their_index_and_a_long_list_is_cut() -> None:
+    values, indices = torch.zeros(11, 2), torch.arange(3, 14)
+    assert nonfinite_samples(values, indices) == ""
+    values[1, 0] = math.nan
+    assert nonfinite_samples(values, indices) == "sample 4"
+    values[3] = math.inf
+    assert nonfinite_samples(values[:, 0], indices) == "samples 4, 6"
+    assert nonfinite_samples(values / 0, indices) == "samples 3, 4, 5, 6, 7, 8, 9, 10 and 3 more"
+    assert nonfinite_samples(torch.tensor(math.nan), indices) == ""
+
+
 class Log(nn.Module):
     """The logarithm, of which that of a negative number is NaN."""
 
@@ -92,10 +119,10 @@ def test_watch_finite_names_the_first_output_before_any_weight_changes(bench: An
     state.position.global_step = 6
     before = state.model[1].weight.clone()
     watch_finite(state)
-    batch = next(iter(small.source.batches(0, 0, 1)))
+    batch = small.first()
     batch = batch._replace(data=(torch.full_like(batch.images, value), batch.targets))
     with pytest.raises(Diverged, match=words):
-        train_step(state, small.step_parts(state.model), batch, 1.0, len(batch.targets), update=True)
+        small.step(state)(batch, 1.0, len(batch.targets), update=True)
     assert torch.equal(state.model[1].weight, before)
     state.model.eval()
     with pytest.raises(Diverged, match="in the evaluation after step 6"), torch.inference_mode():

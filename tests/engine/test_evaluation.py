@@ -15,7 +15,6 @@ from runner.engine.evaluation import evaluate
 from runner.engine.step import Supervised
 from runner.instrument.no_trace import evaluating
 from runner.tasks.classification import Classification
-from runner.tasks.regression import Regression
 
 
 class Model(nn.Module):
@@ -38,6 +37,11 @@ def model() -> Model:
     made = Model().train()
     made.frozen.eval()
     return made
+
+
+def evaluated(model: nn.Module, source: Any, metrics: dict[str, Any], **keys: Any) -> dict[str, float]:
+    steps = Supervised(model, nn.CrossEntropyLoss(), lambda targets: targets)
+    return evaluate(model, source, steps.evaluated, metrics=metrics, **keys)
 
 
 def test_the_model_is_in_evaluation_and_inference_mode(bench: Any, model: Model) -> None:
@@ -70,9 +74,7 @@ def test_a_metric_that_keeps_outputs_keeps_them_although_the_model_writes_over_t
             return torch.stack([logits[0, 0] for logits in self.kept])
 
     one, keeps, reuses = bench(12), Keeps(), Reuses()
-    evaluate(
-        reuses, one.source, Supervised(reuses, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics={"kept": keeps}
-    )
+    evaluated(reuses, one.source, {"kept": keeps})
     assert keeps.compute().tolist() == [1, 2, 3]
 
 
@@ -107,9 +109,7 @@ def test_the_loss_is_the_mean_over_samples_whatever_the_batches(
 def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Any, model: Model) -> None:
     one, task = bench(31), Classification(3)
     tables, metrics = task.tables(torch.device("cpu")), task.metrics(torch.device("cpu"))
-    found = evaluate(
-        model, one.source, Supervised(model, nn.CrossEntropyLoss(), task.targets).evaluated, metrics=metrics | tables
-    )
+    found = evaluated(model, one.source, metrics | tables)
     model.eval()
     guesses = model(one.images).argmax(1)
     assert found["accuracy"] == pytest.approx(int((guesses == one.targets).sum()) / 31, abs=1e-6)
@@ -123,27 +123,9 @@ def test_accuracy_tables_and_confusion_equal_a_count_by_hand(bench: Any, model: 
     assert per_class == pytest.approx((by_hand.diag() / by_hand.sum(1)).tolist(), abs=1e-6)
 
 
-def test_errors_of_a_regression_equal_a_computation_by_hand(bench: Any) -> None:
-    one, task = bench(13, batch_size=5), Regression()
-    one.targets = torch.linspace(-2, 3, 13)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 1))
-    found = evaluate(
-        model,
-        one.source,
-        Supervised(model, nn.MSELoss(), task.targets).evaluated,
-        metrics=task.metrics(torch.device("cpu")),
-    )
-    error = model(one.images).detach().double().squeeze(1) - one.targets.double()
-    assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
-    assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
-    assert found["loss"] == pytest.approx(float(error.square().mean()), rel=1e-5)
-
-
 def test_a_limit_uses_the_first_batches_alone(bench: Any, model: Model) -> None:
     one = bench(10)
-    limited = evaluate(
-        model, one.source, Supervised(model, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics={}, limit=2
-    )
+    limited = evaluated(model, one.source, {}, limit=2)
     chosen = torch.cat([batch.indices for batch in one.source.batches(0, 0, 2)])
     model.eval()
     expected = nn.functional.cross_entropy(model(one.images[chosen]).detach().double(), one.targets[chosen])
@@ -169,7 +151,7 @@ def test_the_device_is_asked_for_numbers_only_at_the_end(bench: Any, model: Mode
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "__float__", noting)
-        evaluate(model, Source(), Supervised(model, nn.CrossEntropyLoss(), lambda t: t).evaluated, metrics={})
+        evaluated(model, Source(), {})
     assert asked == [0, 0, 0, 0, 0]
     assert len(read) == 1
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.freezing import Freezing, Frozen
-from runner.engine.position import Position
-from runner.engine.weight_average import AveragedModel
+from runner.engine.plan import Position
 
 
 class Net(nn.Module):
@@ -102,22 +100,6 @@ def test_the_callback_tells_what_is_trained_from_where_on():
         loop.state.position = Position(global_step=step)
         thaw.on_step(loop)
     assert said == ["step 2: stem is trained from now on, 10 parameters"]
-
-
-def test_frozen_weights_get_no_gradient():
-    model = Net()
-    Freezing(model, [part(model, "stem", steps=1)]).train(Position())
-    model.body(model.stem(torch.randn(4, 2))).sum().backward()
-    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == BODY
-
-
-def test_the_statistics_of_frozen_norms_stay_in_an_average_too():
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    Freezing(model, [part(model, "0")]).train(Position())
-    averaged = AveragedModel("swa", model, list(model[1].parameters()), start=0, every=1)
-    averaged.recalibrate(lambda: model(torch.tensor([[1.0, 2.0], [3.0, 5.0]])))
-    assert model[0].running_mean.tolist() == [0.0, 0.0]
-    assert model[1].running_mean.tolist() != [0.0, 0.0]
 
 
 def test_what_is_thawed_for_a_look_is_frozen_again():

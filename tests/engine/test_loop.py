@@ -14,7 +14,7 @@ import torch
 
 from runner.checkpoint.weights import weights_sha256
 from runner.engine.callbacks import Checkpointing, Log
-from runner.engine.errors import Preempted
+from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 
 
@@ -48,6 +48,11 @@ class Diary:
 
 def limits(**keys: Any) -> dict[str, Any]:
     return {"epochs": 2, "max_steps": None, **keys}
+
+
+def keeping(states: list[Any]) -> Checkpointing:
+    """Saves the state into a list."""
+    return Checkpointing(None, None, lambda loop, *_: states.append(copy.deepcopy(loop.state.state_dict())))
 
 
 def evaluations(one: Any) -> list[int]:
@@ -223,9 +228,8 @@ def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: 
             if loop.state.position.global_step == at:
                 received[0] = "SIGTERM"
 
-    save = Checkpointing(None, None, lambda loop, *_: saved.append(copy.deepcopy(loop.state.state_dict())))
     with pytest.raises(Preempted, match="SIGTERM"):
-        one.loop(Signal(), save, signals=lambda: received[0]).run()
+        one.loop(Signal(), keeping(saved), signals=lambda: received[0]).run()
     assert saved[-1]["position"]["global_step"] == at
     assert saved[-1]["position"]["evaluation_due"] == (at == 3), "an evaluation that was due is made after resuming"
 
@@ -240,7 +244,7 @@ def test_a_signal_is_obeyed_at_the_next_boundary_once_the_state_is_saved(bench: 
 def test_a_signal_that_comes_while_callbacks_run_is_not_obeyed_before_the_state_is_saved(
     bench: Any,
 ) -> None:
-    received, saved = [""], []
+    received, saved = [""], list[Any]()
 
     class Late:
         """Stands behind the callback that saves, as a signal that comes just after it has looked."""
@@ -249,40 +253,27 @@ def test_a_signal_that_comes_while_callbacks_run_is_not_obeyed_before_the_state_
             if loop.state.position.global_step == 1:
                 received[0] = "SIGTERM"
 
-    save = Checkpointing(None, None, lambda loop, *_: saved.append(loop.state.position.global_step))
-    loop = bench(10).loop(save, Late(), signals=lambda: received[0])
+    loop = bench(10).loop(keeping(saved), Late(), signals=lambda: received[0])
     with pytest.raises(Preempted):
         loop.run()
-    assert saved[-1:] == [loop.state.position.global_step], "stopped at a step that was not saved"
+    assert saved[-1]["position"]["global_step"] == loop.state.position.global_step, (
+        "stopped at a step that was not saved"
+    )
 
 
 def test_an_evaluation_that_a_signal_broke_off_is_made_after_resuming(bench: Any) -> None:
-    one, asked = bench(10, limits=limits(epochs=1)), []
-
-    def signals() -> str:
-        # The third question is the one before the second batch of the evaluation.
-        asked.append(1)
-        return "SIGTERM" if one_is_evaluating and len(asked) > 2 else ""
-
-    one_is_evaluating = False
-    saved: list[Any] = []
-    save = Checkpointing(None, None, lambda loop, *_: saved.append(copy.deepcopy(loop.state.state_dict())))
-    loop = one.loop(save, signals=signals)
-    original = loop._evaluate
+    one, received, saved = bench(10, limits=limits(epochs=1)), [""], list[Any]()
 
     def evaluate() -> dict[str, float]:
-        nonlocal one_is_evaluating
-        one_is_evaluating = True
-        asked.clear()
-        return original()  # type: ignore[misc]
+        received[0] = "SIGTERM"
+        raise Interrupted
 
+    loop = one.loop(keeping(saved), signals=lambda: received[0])
     loop._evaluate = evaluate
     with pytest.raises(Preempted):
         loop.run()
-    assert saved[-1]["position"] == {
-        "epoch": 1, "batch": 0, "global_step": 3, "evaluation_due": True, "turns": [],
-    }  # fmt: skip
-    assert saved[-1]["metrics"]["best"] is None
+    position = {"epoch": 1, "batch": 0, "global_step": 3, "evaluation_due": True, "turns": []}
+    assert (saved[-1]["position"], saved[-1]["metrics"]["best"]) == (position, None)
     rest, diary = one.state(), Diary()
     rest.load_state_dict(saved[-1])
     one.loop(diary, state=rest).run()

@@ -53,27 +53,17 @@ def test_the_values_are_the_bits_of_torchmetrics(samples: int, width: int) -> No
             assert torch.equal(found, expected.sqrt() if name == "mse" else expected)
             whole = of(Errors(width, CPU, name == "mse"), logits, numbers)
             torch.testing.assert_close(whole, expected.mean().sqrt() if name == "mse" else expected.mean())
-    else:
-        assert of(Errors(1, CPU, False), logits, numbers) == of(regression.MeanAbsoluteError(), logits, numbers)
-        assert of(Errors(1, CPU, True), logits, numbers) == of(
-            regression.MeanSquaredError(squared=False), logits, numbers
-        )
-    for score, kind in (
-        ()
-        if width == 1
-        else (
-            ("f1", classification.MultilabelF1Score),
-            ("precision", classification.MultilabelPrecision),
-            ("recall", classification.MultilabelRecall),
-        )
-    ):
-        for average in ("none", "macro"):
-            own = LabelCounts(width, CPU, 0.6, score, each=average == "none")  # type: ignore[arg-type]
-            theirs = kind(width, threshold=0.6, average=average)
-            expected = of(theirs, logits.sigmoid(), labels.long())
-            torch.testing.assert_close(
-                of(own, logits, labels), expected.reshape(own.compute().shape), rtol=1e-6, atol=0
-            )
+        kinds = {"f1": classification.MultilabelF1Score, "precision": classification.MultilabelPrecision}
+        for score, kind in (kinds | {"recall": classification.MultilabelRecall}).items():
+            for average in ("none", "macro"):
+                own = LabelCounts(width, CPU, 0.6, score, each=average == "none")  # type: ignore[arg-type]
+                expected = of(kind(width, threshold=0.6, average=average), logits.sigmoid(), labels.long())
+                found = of(own, logits, labels)
+                torch.testing.assert_close(found, expected.reshape(found.shape), rtol=1e-6, atol=0)
+        return
+    assert of(Errors(1, CPU, False), logits, numbers) == of(regression.MeanAbsoluteError(), logits, numbers)
+    root = regression.MeanSquaredError(squared=False)
+    assert of(Errors(1, CPU, True), logits, numbers) == of(root, logits, numbers)
 
 
 def test_average_precision_is_scikit_learn_s_and_leaves_out_labels_without_samples() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from runner.checkpoint.weights import weights_sha256
-from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, step_in_ranges
 
 
@@ -49,7 +48,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Any, keys: dict[str, Any]) ->
         made = keys | ({"scaler": keys["scaler"]()} if "scaler" in keys else {})
         loop = bench(10, **made).loop()
         if mark is not None:
-            loop.step = step_in_ranges(mark, forward, share_of, backward, update_weights)
+            loop.step = step_in_ranges(loop.step, mark)
         loop.run()
         weights.append(weights_sha256(loop.state.model.state_dict()))
     assert weights[0] == weights[1]
@@ -58,7 +57,7 @@ def test_a_marked_step_trains_the_same_bits(bench: Any, keys: dict[str, Any]) ->
 def test_the_ranges_come_in_the_order_of_the_step(bench: Any) -> None:
     diary = Diary()
     loop = bench(10, accumulate=2, limits={"epochs": 1, "max_steps": None}).loop()
-    loop.step = step_in_ranges(diary, forward, share_of, backward, update_weights)
+    loop.step = step_in_ranges(loop.step, diary)
     loop.run()
     window = both(FORWARD, BACKWARD)
     assert diary.book == [*window, *window, *both(OPTIMIZER), *window, *both(OPTIMIZER)]

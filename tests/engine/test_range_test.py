@@ -13,7 +13,6 @@ from runner.engine.errors import Preempted
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.range_test import Curve, exponential, range_test, suggest
-from runner.engine.step import train_step
 from runner.engine.weight_average import AveragedModel
 
 
@@ -23,10 +22,14 @@ def network() -> nn.Module:
     )
 
 
-def swept(bench: Any, state: Any, rates: list[float], **options: Any) -> Curve:
-    return range_test(
-        state, bench.source, bench.plan, bench.step_parts(state.model), rates, reference=bench.lr, **options
-    )
+def swept(bench: Any, state: Any, rates: list[float], instead: Any = None, look: Any = None, **options: Any) -> Curve:
+    """A range test that calls `look` before each step, or `instead` of its parts."""
+    step = bench.step(state)
+    if look or instead:
+        plain = step.accumulate
+        step.accumulate = instead or (lambda *given: (look(), plain(*given)))
+        step.update = (lambda: None) if instead else step.update
+    return range_test(step, bench.source, bench.plan, rates, reference=bench.lr, **options)
 
 
 def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(bench: Any) -> None:
@@ -37,11 +40,10 @@ def test_an_average_of_the_weights_takes_no_part_and_what_is_frozen_stays_so(ben
     state.averaged = AveragedModel("ema", state.model, list(state.model.parameters()), decay=0.5)
     seen = []
 
-    def step(state: Any, *rest: Any, update: bool) -> None:
+    def look() -> None:
         seen.append((state.averaged, state.model[1].training, state.model[0].weight.requires_grad))
-        train_step(state, *rest, update=update)
 
-    swept(small, state, exponential(1e-3, 1e-1, 4), step=step)
+    swept(small, state, exponential(1e-3, 1e-1, 4), look=look)
     assert seen == [(None, False, False)] * 4
 
 
@@ -52,6 +54,7 @@ def test_a_step_is_that_of_training_at_its_rate(bench: Any) -> None:
     rates = exponential(1e-3, 1e-1, 5)
     curve = swept(small, small.state(), rates)
     state, losses = small.state(), []
+    step = small.step(state)
     done = iter(range(5))
     for epoch in range(3):
         total = 0.0
@@ -60,7 +63,7 @@ def test_a_step_is_that_of_training_at_its_rate(bench: Any) -> None:
                 total += float(nn.functional.cross_entropy(state.model(batch.images), batch.targets)) * weight
             if update and (number := next(done, None)) is not None:
                 state.optimizer.param_groups[0]["lr"] = rates[number]
-            train_step(state, small.step_parts(state.model), batch, weight, size, update=update)
+            step(batch, weight, size, update=update)
             if update:
                 losses.append(total)
                 total = 0.0
@@ -74,11 +77,7 @@ def test_groups_keep_their_ratios(bench: Any) -> None:
     state = small.state()
     state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.02, "initial_lr": 0.02})
 
-    def step(state: Any, *rest: Any, update: bool) -> None:
-        seen.append([group["lr"] for group in state.optimizer.param_groups])
-        train_step(state, *rest, update=update)
-
-    swept(small, state, [0.001, 0.05], step=step)
+    swept(small, state, [0.001, 0.05], look=lambda: seen.append([g["lr"] for g in state.optimizer.param_groups]))
     assert seen == [pytest.approx([0.001, 0.0002]), pytest.approx([0.05, 0.01])]
 
 
@@ -96,11 +95,9 @@ def test_it_stops_where_the_loss_diverges(bench: Any) -> None:
 )
 def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Any, losses: list[float]) -> None:
     small, given = bench(samples=4), iter(losses)
-
-    def step(state: Any, *_: Any, update: bool) -> None:
-        state.meter.add(torch.tensor(next(given)), 1)
-
-    curve = swept(small, small.state(), exponential(1e-3, 1, len(losses)), step=step)
+    state = small.state()
+    rates = exponential(1e-3, 1, len(losses))
+    curve = swept(small, state, rates, instead=lambda *_: state.meter.add(torch.tensor(next(given)), 1))
     assert (curve.losses, curve.stopped) == (pytest.approx(losses), "")
     assert np.isfinite(curve.losses).all()
 
@@ -137,8 +134,7 @@ def test_no_batch_is_asked_for_that_is_not_used(bench: Any) -> None:
             return small.source.batches(epoch, start, stop)
 
     small = bench(accumulate=2)
-    state = small.state()
-    range_test(state, Source(), small.plan, small.step_parts(state.model), [1e-4] * 5, reference=0.1)
+    range_test(small.step(small.state()), Source(), small.plan, [1e-4] * 5, reference=0.1)
     assert asked == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
 
 
@@ -170,21 +166,24 @@ def test_suggestions_are_where_the_curve_says() -> None:
     assert (found.edge, found.fifth) == (rates[6], pytest.approx(rates[6] / 5)), "0.95 is level with 0.8, 1.0 is not"
 
 
-def test_a_high_first_loss_does_not_hide_where_it_rises() -> None:
-    """As a regression on targets far from zero has it, or a head that is far off."""
-    rates = exponential(1e-4, 1, 8)
-    smoothed = [10000, 5000, 200, 60, 50, 55, 300, 1000.0]
-    assert suggest(Curve(rates, smoothed, smoothed)).edge == rates[5]
+LEVEL = [2.3, 2.0, 1.0, 0.60, 0.61, 0.62, 0.61, 0.63, 0.62, 2.0]
 
 
-def test_noise_in_a_long_level_part_does_not_move_the_edge() -> None:
-    rates = exponential(1e-4, 1, 10)
-    level = [2.3, 2.0, 1.0, 0.60, 0.61, 0.62, 0.61, 0.63, 0.62, 2.0]
-    early, late = list(level), list(level)
-    early[3] = late[8] = 0.55
-    found = [suggest(Curve(rates, smoothed, smoothed)) for smoothed in (early, late)]
-    assert [one.lowest for one in found] == [rates[3], rates[8]]
-    assert [one.edge for one in found] == [rates[8], rates[8]]
+@pytest.mark.parametrize(
+    ("smoothed", "lowest", "edge"),
+    [
+        # as a regression on targets far from zero has it, or a head that is far off
+        ([10000, 5000, 200, 60, 50, 55, 300, 1000.0], 4, 5),
+        # noise decides where a long level part is lowest, and not where it ends
+        ([*LEVEL[:3], 0.55, *LEVEL[4:]], 3, 8),
+        ([*LEVEL[:8], 0.55, *LEVEL[9:]], 8, 8),
+    ],
+    ids=["high first loss", "low early", "low late"],
+)
+def test_the_edge_is_where_the_loss_begins_to_rise(smoothed: list[float], lowest: int, edge: int) -> None:
+    rates = exponential(1e-4, 1, len(smoothed))
+    found = suggest(Curve(rates, smoothed, smoothed))
+    assert (found.lowest, found.edge) == (rates[lowest], rates[edge])
 
 
 @pytest.mark.parametrize(

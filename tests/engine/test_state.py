@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.engine.position import Best
+from runner.engine.plan import Best
 from runner.engine.state import RunningMean, load_optimizer, load_weights, not_finite
 
 NAN = float("nan")

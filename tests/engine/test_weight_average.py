@@ -14,6 +14,7 @@ from runner.engine.weight_average import AveragedModel, loss_for
 from runner.optim.schedules import Annealed, Constant, Cosine
 
 STEPS = 12
+KINDS = pytest.mark.parametrize("kind", ["ema", "swa"])
 
 
 def network(seed: int = 0) -> nn.Sequential:
@@ -38,6 +39,10 @@ def walk(
     return after
 
 
+def average_of(model: nn.Module, kind: Any = "ema", **keys: Any) -> AveragedModel:
+    return AveragedModel(kind, model, list(model.parameters()), **{"decay": 0.7, **keys})
+
+
 def averages(averaged: AveragedModel, model: nn.Module) -> list[Tensor]:
     weights = averaged.weights()
     return [weights[name] for name, _ in model.named_parameters()]
@@ -47,7 +52,7 @@ def averages(averaged: AveragedModel, model: nn.Module) -> list[Tensor]:
 def test_ema_equals_the_closed_form(warmup: bool) -> None:
     model = network()
     start = [parameter.detach().clone().double() for parameter in model.parameters()]
-    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.7, warmup=warmup)
+    averaged = average_of(model, warmup=warmup)
     after = walk(model, averaged, range(1, STEPS + 1))
     decays = [min(0.7, (1 + n) / (10 + n)) if warmup else 0.7 for n in range(STEPS)]
     # What is left of the weights after step k: their share, times the decay of every later update.
@@ -61,7 +66,7 @@ def test_ema_equals_the_closed_form(warmup: bool) -> None:
 
 def test_swa_is_the_mean_of_the_weights_at_its_steps() -> None:
     model = network()
-    averaged = AveragedModel("swa", model, list(model.parameters()), start=4, every=3)
+    averaged = average_of(model, "swa", start=4, every=3)
     assert not averaged.begun
     after = walk(model, averaged, range(1, 6))
     assert not averaged.begun
@@ -72,11 +77,11 @@ def test_swa_is_the_mean_of_the_weights_at_its_steps() -> None:
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@KINDS
 def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) -> None:
     model, other = network(), network()
-    on_device = AveragedModel(kind, model, list(model.parameters()), decay=0.7, can_skip=True)
-    on_host = AveragedModel(kind, other, list(other.parameters()), decay=0.7)
+    on_device = average_of(model, kind, can_skip=True)
+    on_host = average_of(other, kind)
     walk(model, on_device, range(1, STEPS + 1), frozenset({1, 5, 6}))
     for step in range(1, STEPS + 1):
         if step not in (1, 5, 6):
@@ -88,16 +93,16 @@ def test_a_step_left_out_on_the_device_changes_no_bit_of_the_average(kind: Any) 
 @pytest.mark.parametrize("can_skip", [False, True])
 def test_an_update_never_waits_for_the_device(waits: Any, can_skip: bool) -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.9, can_skip=can_skip)
+    averaged = average_of(model, can_skip=can_skip)
     with waits:
         walk(model, averaged, range(1, 4))
     assert waits.found == []
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@KINDS
 def test_the_average_is_applied_and_taken_back_bit_for_bit(kind: Any) -> None:
     model = network()
-    averaged = AveragedModel(kind, model, list(model.parameters()), decay=0.7)
+    averaged = average_of(model, kind)
     walk(model, averaged, range(1, 4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -117,7 +122,7 @@ def test_the_average_is_applied_and_taken_back_bit_for_bit(kind: Any) -> None:
 
 def test_statistics_are_computed_anew_as_torch_does_and_dropout_adds_no_noise() -> None:
     model = network()
-    averaged = AveragedModel("swa", model, list(model.parameters()))
+    averaged = average_of(model, "swa")
     walk(model, averaged, range(1, 4))
     batches = list(torch.randn(3, 5, 1, 3, 3))
     momentum = model[1].momentum  # type: ignore[union-attr]
@@ -135,7 +140,7 @@ def test_statistics_are_computed_anew_as_torch_does_and_dropout_adds_no_noise() 
 
 def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1), nn.Conv2d(1, 3, 2), nn.BatchNorm2d(3))
-    averaged = AveragedModel("swa", model, list(model.parameters()))
+    averaged = average_of(model, "swa")
     walk(model, averaged, range(1, 4))
     model[0].eval()
 
@@ -150,19 +155,19 @@ def test_statistics_of_a_frozen_layer_stay_as_they_are() -> None:
     assert [module.training for module in model] == [False, True, True]
 
 
-@pytest.mark.parametrize("kind", ["ema", "swa"])
+@KINDS
 @pytest.mark.parametrize("can_skip", [False, True])
 def test_a_restored_average_continues_bit_for_bit(kind: Any, can_skip: bool) -> None:
     whole = network()
-    expected = AveragedModel(kind, whole, list(whole.parameters()), decay=0.7, can_skip=can_skip)
+    expected = average_of(whole, kind, can_skip=can_skip)
     walk(whole, expected, range(1, 9))
 
     first = network()
-    averaged = AveragedModel(kind, first, list(first.parameters()), decay=0.7, can_skip=can_skip)
+    averaged = average_of(first, kind, can_skip=can_skip)
     walk(first, averaged, range(1, 5))
     second = network(seed=3)
     second.load_state_dict(first.state_dict())
-    restored = AveragedModel(kind, second, list(second.parameters()), decay=0.7, can_skip=can_skip)
+    restored = average_of(second, kind, can_skip=can_skip)
     restored.load_state_dict(averaged.state_dict())
     walk(second, restored, range(5, 9))
     assert restored.updates == expected.updates
@@ -174,7 +179,7 @@ def test_a_restored_average_continues_bit_for_bit(kind: Any, can_skip: bool) -> 
 )
 def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(state: Any) -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.7)
+    averaged = average_of(model)
     walk(model, averaged, range(1, 4))
     averaged.load_state_dict(state)
     assert averaged.updates == 0
@@ -183,7 +188,7 @@ def test_without_a_state_of_its_kind_it_begins_with_the_weights_as_they_are(stat
 
 def test_averages_of_another_model_are_refused() -> None:
     model = network()
-    averaged = AveragedModel("ema", model, list(model.parameters()), decay=0.7)
+    averaged = average_of(model)
     state = averaged.state_dict()
     state["weights"] = {**state["weights"], "0.weight": torch.zeros(1)}
     with pytest.raises(ValueError, match=r"no '0.weight' of the shape"):
@@ -224,11 +229,7 @@ def _generator() -> Iterator[None]:
 
 
 def test_updates_follow_the_steps_of_a_loop(bench: Any) -> None:
-    one = bench(
-        build=lambda: nn.Sequential(nn.Flatten(), nn.Linear(12, 3)),
-        accumulate=2,
-        limits={"epochs": 3, "max_steps": None},
-    )
+    one = bench(accumulate=2, limits={"epochs": 3, "max_steps": None})
     state = one.state()
     state.averaged = AveragedModel("swa", state.model, list(state.model.parameters()), start=2, every=2)
     seen: list[list[Tensor]] = []

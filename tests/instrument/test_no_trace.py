@@ -16,7 +16,7 @@ from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.engine.diagnosis import diagnose
 from runner.engine.evaluation import evaluate
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.lab.inspect.numbers import pass_through as watched
 from runner.run.evaluation import _feed
 from runner.run.probe import probe
@@ -83,7 +83,7 @@ def traces(training: Run) -> dict[str, Any]:
 
 def _diagnose(training: Run) -> None:
     batches = list(training.data.train.loader.batches(0, 0, 1))
-    diagnose(training.state, training.parts, batches, 1, 1)
+    diagnose(training.step, batches, 1, 1)
 
 
 def _average(training: Run) -> None:
@@ -152,7 +152,7 @@ def test_counting_and_evaluating_do_not_change_the_training_of_a_model_that_assi
         training = make()
         for batch in training.data.train.loader.batches(0, 0, 3):
             training.state.train()
-            training.step(training.state, training.parts, batch, 1.0, len(batch.targets), update=True)
+            training.step(batch, 1.0, len(batch.targets), update=True)
             if aside:
                 training_flops(training)
                 _evaluate(training)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -10,44 +9,24 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rank_faults
 import rank_functions
 import torch.distributed as dist
 from extended import some
 from forked import ForkedProgram
-from running_sweeps import until
+from running_sweeps import processes_in, until
 
 from runner.checkpoint.file import read
 from runner.launch.ranks import RankFailed, run_ranks
 
 WORDS = (
-    "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "model=mlp", "model.hidden=[16]",
-    "threads=1", "logger=none", "log.curves=false", "log.progress=false", "checkpoint.every_steps=1",
-    "checkpoint.min_seconds=0", "max_steps=1000000", "epochs=null", "scheduler=constant", "hydra.run.dir=run",
+    *rank_faults.WORDS, "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "max_steps=1000000", "epochs=null",
+    "scheduler=constant", "hydra.run.dir=run",
 )  # fmt: skip
-
-
-@pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A text in the environment of all processes that a test starts; those that are left are killed after it."""
-    text = f"TEST_OF_RANKS={uuid.uuid4()}"
-    monkeypatch.setenv(*text.split("="))
-    yield text
-    for process in marked(text):
-        os.kill(process, signal.SIGKILL)
-
-
-def marked(mark: str) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in path.read_bytes() and path.parent.name != str(os.getpid()):
-                found.append(int(path.parent.name))
-    return found
 
 
 @pytest.fixture
@@ -102,9 +81,7 @@ def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.extended
-def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
-    workdir: Path, mark: str, as_rank: Callable[..., str]
-) -> None:
+def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(workdir: Path, as_rank: Callable[..., str]) -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     found = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     programs = {}
@@ -128,7 +105,7 @@ def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(
 @pytest.mark.parametrize("delay", some([0, 0.1, 0.3, 0.7, 1.2, 1.8, 2.5, 3.5, 5]))
 @pytest.mark.parametrize("starter", some(["torchrun", "devices=2"], 0))
 def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
-    workdir: Path, mark: str, delay: float, starter: str
+    workdir: Path, delay: float, starter: str
 ) -> None:
     words = ["-m", "runner", "train", *WORDS]
     if starter == "torchrun":
@@ -137,11 +114,11 @@ def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
         words.append(starter)
     log = workdir / "log"
     with log.open("w") as output, subprocess.Popen([sys.executable, *words], stdout=output, stderr=output) as launcher:
-        until(lambda: len(marked(mark)) > 1)
+        until(lambda: processes_in(workdir))
         time.sleep(delay)
         launcher.kill()
         launcher.wait()
-        until(lambda: not marked(mark), seconds=20)
+        until(lambda: not processes_in(workdir), seconds=20)
 
 
 @pytest.mark.slow
@@ -150,7 +127,7 @@ def test_no_process_outlives_a_launcher_that_is_killed_while_ranks_start(
     ("number", "delay"), [(signal.SIGHUP, None), (signal.SIGINT, 0.2), (signal.SIGINT, 0.8), (signal.SIGINT, 1.6)]
 )
 def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(
-    workdir: Path, mark: str, number: signal.Signals, delay: float | None
+    workdir: Path, number: signal.Signals, delay: float | None
 ) -> None:
     command = [sys.executable, "-m", "runner", "train", *WORDS, "devices=2"]
     log, summary = workdir / "log", workdir / "run/summary.json"
@@ -165,7 +142,9 @@ def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(
             time.sleep(delay)
         os.killpg(run.pid, number)
         assert run.wait(60) == 75, log.read_text()
-        until(lambda: not marked(mark), seconds=60 if delay else 10)  # the server of the ranks may still import torch
+        until(
+            lambda: not processes_in(workdir), seconds=60 if delay else 10
+        )  # the server of the ranks may still import torch
     said, found = log.read_text(), json.loads(summary.read_text())
     assert "Traceback" not in said
     assert (found["status"], found["error"].partition(",")[0]) == ("preempted", f"stopped by {number.name}")

@@ -16,8 +16,7 @@ from runner.checkpoint.file import read
 from runner.config.frozen import with_changes
 from runner.config.load import resolve_config
 from runner.config.schema import Train
-from runner.engine.plan import EpochPlan, Timeline
-from runner.engine.position import Position
+from runner.engine.plan import EpochPlan, Position, Timeline
 from runner.run.run import Run, validate_limits
 from runner.train import build_run
 

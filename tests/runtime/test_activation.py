@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,23 +284,11 @@ def test_a_block_that_cannot_be_computed_again_is_a_sentence(block: Callable[[],
 
 
 def test_draws_on_apple_s_gpu_are_repeated_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Generator:
-        state = torch.tensor(1)
-
-        def get(self) -> Tensor:
-            return self.state
-
-        def set(self, state: Tensor) -> None:
-            self.state = state
-
-    generator = Generator()
-    monkeypatch.setattr(torch.mps, "get_rng_state", generator.get)
-    monkeypatch.setattr(torch.mps, "set_rng_state", generator.set)
-
-    class Elsewhere:
-        device = torch.device("mps")
-
-    _, again = activation._contexts([], [Elsewhere()])()  # type: ignore[list-item]
+    generator = SimpleNamespace(state=torch.tensor(1))
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: generator.state)
+    monkeypatch.setattr(torch.mps, "set_rng_state", lambda state: setattr(generator, "state", state))
+    image = SimpleNamespace(device=torch.device("mps"))
+    _, again = activation._contexts([], [image])()  # type: ignore[list-item]
     generator.state = torch.tensor(2)  # as the forward pass left it
     with again:
         assert generator.state == 1

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
 from runner.runtime import toggles
-from runner.runtime.toggles import (
-    Compilation,
-    CompileReport,
-    compile_learner,
-    compile_optimizer,
-)
+from runner.runtime.toggles import Compilation, compile_learner, compile_optimizer
 
 CPU = torch.device("cpu")
 
@@ -63,8 +58,7 @@ def test_compiling_is_timed_and_reported_in_one_line() -> None:
     model = Talkative()
     names = list(model.state_dict())
     lines: list[str] = []
-    done = compile_learner(model, nn.CrossEntropyLoss(), CPU, "model", Compiler())
-    report, loop = done.report, loop_at(1)
+    report, loop = compile_learner(model, nn.CrossEntropyLoss(), CPU, "model", Compiler()), loop_at(1)
     report.line = lines.append
     assert report.summary() == {"compile_s": 0.0, "graph_breaks": 0, "recompilations": 0}
     targets = torch.tensor([0, 1])
@@ -92,10 +86,10 @@ def test_a_meter_counts_its_own_run_alone() -> None:
         return inputs * 2
 
     torch.compile(double)(torch.ones(3))
-    meter = CompileReport()
+    meter = Compilation("model", Compiler())
     assert (meter.seconds, meter.graphs, meter.graph_breaks, meter.recompilations) == (0.0, 0, 0, 0)
     torch.compiler.reset()
-    meter = CompileReport()
+    meter = Compilation("model", Compiler())
     torch.compile(double)(torch.ones(4))
     assert meter.seconds > 0, "after a reset of the compiler too"
 
@@ -135,7 +129,7 @@ def test_a_compiled_optimizer_follows_the_learning_rate_and_is_compiled_once(
         optimizer = kind([weight], lr=0.1, **options)
         if compiled:
             assert compile_optimizer(optimizer, Compiler()) == "and the optimizer's step"
-        meter = CompileReport()
+        meter = Compilation("model", Compiler())
         graphs = []
         for step in range(4):
             weight.grad = torch.cos(weight.detach())
@@ -199,7 +193,8 @@ def test_the_compiler_times_no_kernels_where_algorithms_are_deterministic_and_ro
 
 
 def test_the_row_of_the_header_says_what_is_compiled() -> None:
-    done = Compilation("step", Compiler(dynamic=None), optimizer="and the optimizer's step")
+    done = Compilation("step", Compiler(dynamic=None))
+    done.optimizer = "and the optimizer's step"
     label, value, reason = done.row()
     assert (label, value) == ("compiled", "forward and loss together, and the optimizer's step")
     assert reason == "compile=step, mode default, for other batch sizes when they come"

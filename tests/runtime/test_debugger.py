@@ -62,18 +62,22 @@ def test_what_a_sentence_was_made_of_can_be_looked_at(scripted: Any) -> None:
     assert "4322" in result.out
 
 
-def test_without_it_nothing_is_read(scripted: Any) -> None:
-    assert "4324" not in scripted(3, "p secret\nq\n").out
-
-
-def test_a_mistake_of_the_users_and_a_sound_run_open_nothing(scripted: Any) -> None:
-    assert "post_mortem" not in scripted(0, "p 1\n", "debug=pdb", "data.batch_size=5000", "data.drop_last=true").out
-    assert "post_mortem" not in scripted(0, "p 1\n", "debug=pdb").out
-
-
-def test_only_the_first_process_of_several_opens_it(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    assert "post_mortem" not in scripted(3, "p secret\nq\n", "debug=pdb").out
+@pytest.mark.parametrize(
+    ("at", "words", "rank"),
+    [
+        (3, (), "0"),  # nobody asked for it
+        (0, ("debug=pdb", "data.batch_size=5000", "data.drop_last=true"), "0"),  # a mistake of the user's
+        (0, ("debug=pdb",), "0"),  # a sound run
+        (3, ("debug=pdb",), "1"),  # a process that is not the first
+    ],
+)
+def test_nothing_is_opened_where_nothing_is_to_be_looked_at(
+    scripted: Any, monkeypatch: pytest.MonkeyPatch, at: int, words: tuple[str, ...], rank: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    found = scripted(at, "p secret\nq\n", *words).out
+    assert "post_mortem" not in found
+    assert "4324" not in found
 
 
 def test_a_tracer_goes_on_when_the_debugger_is_left(scripted: Any) -> None:

@@ -56,6 +56,8 @@ class Putting:
     def __call__(self, images, rng):
         return images.clone().put_(torch.tensor([0]), torch.zeros(1, dtype=images.dtype))
 """
+NO_FORM = "put_ does not have a deterministic implementation"
+ATTENTION = "Memory Efficient attention defaults to a non-deterministic algorithm"
 FEW = (
     "epochs=1", "limit.train_batches=3", "limit.eval_batches=1", "evaluate.test=false", "threads=1", "logger=none",
     "log.progress=false", "log.curves=false",
@@ -79,23 +81,14 @@ def refusing() -> Iterator[Callable[[bool], None]]:
 @pytest.mark.parametrize(
     ("message", "told"),
     [
-        (
-            "put_ does not have a deterministic implementation, but you set 'torch.use_",
-            "put_ does not have a deterministic implementation",
-        ),
+        (f"{NO_FORM}, but you set 'torch.use_", NO_FORM),
         (
             "Deterministic behavior was enabled, but this operation is not deterministic because it uses CuBLAS and you have "
             "CUDA >= 10.2: set CUBLAS_WORKSPACE_CONFIG=:4096:8",
             "CUBLAS_WORKSPACE_CONFIG=:4096:8",
         ),
-        (
-            "Memory Efficient attention defaults to a non-deterministic algorithm. To",
-            "Memory Efficient attention defaults to a non-deterministic algorithm",
-        ),
-        (
-            "Caught RuntimeError in worker 0.\nRuntimeError: put_ does not have a deterministic implementation",
-            "deterministic: put_ does not have a deterministic implementation",
-        ),
+        (f"{ATTENTION}. To", ATTENTION),
+        (f"Caught RuntimeError in worker 0.\nRuntimeError: {NO_FORM}", f"deterministic: {NO_FORM}"),
     ],
 )
 def test_what_torch_refuses_is_an_error_with_the_key_and_the_way_out(message: str, told: str) -> None:

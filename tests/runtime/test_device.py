@@ -28,44 +28,45 @@ def switches() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
 
 
-def configure(**keys: object) -> list[str]:
+def configure(device: torch.device = CPU, **keys: object) -> list[str]:
     defaults = {"threads": 1, "deterministic": False, "cudnn_benchmark": False, "tf32": False, "detect_anomaly": False}
-    return configure_torch(CPU, **{**defaults, **keys})  # type: ignore[arg-type]
+    return configure_torch(device, **{**defaults, **keys})  # type: ignore[arg-type]
 
 
-def test_the_cpu_is_taken_when_asked_for() -> None:
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def there(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+    return there
+
+
+def test_auto_takes_what_is_there_and_says_why(gpus: Callable[[int], None]) -> None:
+    gpus(0)
     assert choose_device("cpu") == (CPU, "as set")
-
-
-def test_auto_takes_what_is_there_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert choose_device("auto") == (CPU, "auto: no accelerator found")
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "count", "words"),
     [
-        ("cdua", r"cannot be 'cdua'; did you mean 'cuda'\?\n.*allowed: auto, cpu"),
-        ("cuda", "'cuda' is not available"),
-        ("cuda:3", "'cuda:3' is not available"),
-        ("mps", "'mps' is not available"),
-        ("meta", "'meta' is not supported"),
-        ("", "cannot be ''"),
+        ("cdua", 0, r"cannot be 'cdua'; did you mean 'cuda'\?\n.*allowed: auto, cpu"),
+        ("cuda", 0, "'cuda' is not available"),
+        ("cuda:3", 0, "'cuda:3' is not available"),
+        ("cuda:2", 2, r"'cuda:2' is not available: torch sees 2\n.*cuda:0 to cuda:1"),
+        ("mps", 0, "'mps' is not available"),
+        ("meta", 0, "cannot be 'meta'"),
+        ("", 0, "cannot be ''"),
     ],
 )
-def test_a_device_that_cannot_be_had_is_a_sentence(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+def test_a_device_that_cannot_be_had_is_a_sentence(
+    name: str, count: int, words: str, gpus: Callable[[int], None]
+) -> None:
+    gpus(count)
     with pytest.raises(UserError, match=f"^device: .*{words}"):
         choose_device(name)
-
-
-def test_an_index_beyond_the_last_gpu_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match=r"torch sees 2\n.*cuda:0 to cuda:1"):
-        choose_device("cuda:2")
 
 
 def test_a_run_never_inherits_the_switches_of_the_one_before() -> None:
@@ -119,13 +120,11 @@ def test_more_threads_than_cores_are_said() -> None:
 def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     allow = torch.backends.cudnn.allow_tf32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    (said,) = configure_torch(torch.device("cuda", 0), 1, False, cudnn_benchmark=False, tf32=True, detect_anomaly=False)
+    (said,) = configure(torch.device("cuda", 0), tf32=True)
     assert said.startswith("tf32=true has no effect: this GPU has no TensorFloat-32")
     assert torch.get_float32_matmul_precision() == "high"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert (
-        configure_torch(torch.device("cuda", 0), 1, False, cudnn_benchmark=False, tf32=True, detect_anomaly=False) == []
-    )
+    assert configure(torch.device("cuda", 0), tf32=True) == []
     torch.backends.cudnn.allow_tf32 = allow
     configure()
 
@@ -133,28 +132,22 @@ def test_tensorfloat_on_a_gpu_without_it_is_said(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("device", "capability", "tools", "words"),
     [
-        ("cpu", None, (), "needs a C++ compiler on the CPU"),
-        ("cpu", None, ("g++",), ""),
-        ("cuda", (6, 1), ("gcc",), "needs a GPU of compute capability 7.0"),
-        ("cuda", (9, 0), (), "needs a C compiler, with which Triton builds its launchers"),
-        ("cuda", (7, 0), ("gcc",), ""),
-        ("cuda", (9, 0), ("gcc",), ""),
-        ("mps", None, (), ""),
+        ("cpu", None, "", "needs a C++ compiler on the CPU"),
+        ("cpu", None, "g++", ""),
+        ("cuda", (6, 1), "gcc triton", "needs a GPU of compute capability 7.0"),
+        ("cuda", (9, 0), "triton", "needs a C compiler, with which Triton builds its launchers"),
+        ("cuda", (9, 0), "gcc", "needs Triton on CUDA"),
+        ("cuda", (7, 0), "gcc triton", ""),
+        ("mps", None, "", ""),
     ],
 )
 def test_what_compiling_lacks_is_told_apart(
-    device: str, capability: Any, tools: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+    device: str, capability: Any, tools: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shutil.which", lambda name: name if name in tools else None)
+    monkeypatch.setattr("shutil.which", lambda name: name if name in tools.split() else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if name in tools.split() else None)
     assert missing_compiler(torch.device(device)) == words
-
-
-def test_compiling_on_cuda_without_triton_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert missing_compiler(torch.device("cuda")) == "needs Triton on CUDA"
 
 
 def capable(*names: str) -> Callable[[], dict[str, bool]]:
@@ -196,24 +189,27 @@ def test_auto_computes_in_16_bits_only_where_that_is_faster(
     assert precision.warnings == []
 
 
-@pytest.mark.parametrize(("capability", "dtype"), [((6, 1), None), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)])
-def test_auto_asks_a_gpu_for_its_generation(
-    capability: tuple[int, int], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("amp", "capability", "dtype", "warnings"),
+    [
+        ("auto", (6, 1), None, 0),
+        ("auto", (7, 5), torch.float16, 0),
+        ("auto", (8, 0), torch.bfloat16, 0),
+        (True, (7, 5), torch.float16, 0),  # which emulates bf16
+        (True, (8, 0), torch.bfloat16, 0),
+        ("bf16", (7, 5), torch.bfloat16, 1),
+        ("bf16", (8, 0), torch.bfloat16, 0),
+    ],
+)
+def test_a_gpu_computes_in_what_its_generation_has(
+    amp: Any, capability: tuple[int, int], dtype: torch.dtype | None, warnings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    native = capability >= (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: capability >= (8, 0))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert choose_precision("auto", torch.device("cuda")).dtype == dtype
-
-
-@pytest.mark.parametrize("native", [False, True])
-def test_a_gpu_that_emulates_bf16_is_given_fp16(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    precision = choose_precision(True, torch.device("cuda"))
-    assert precision.dtype == (torch.bfloat16 if native else torch.float16)
-    assert precision.warnings == []
-    assert len(choose_precision("bf16", torch.device("cuda")).warnings) == (0 if native else 1)
+    precision = choose_precision(amp, torch.device("cuda"))
+    assert (precision.dtype, len(precision.warnings)) == (dtype, warnings)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_images_targets_outputs_loss_and_averages_are_float64(words: tuple[str, 
         tensors += [targets] if run.data.train.mix is not None else []
         assert {tensor.dtype for tensor in tensors if tensor.is_floating_point()} == {torch.float64}
         assert run.hardware.precision.name == "float64"
-        run.step(run.state, run.parts, batch, 1.0, len(batch.images), update=True)
+        run.step(batch, 1.0, len(batch.images), update=True)
         moments = [
             value for state in run.state.optimizer.state.values() for name, value in state.items() if name != "step"
         ]

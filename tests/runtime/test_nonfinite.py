@@ -58,14 +58,8 @@ def faulty(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(__import__("sys").modules, "faults", raising=False)
 
     def call(fault: str, policy: str, *words: str) -> Any:
-        return run(
-            "train",
-            *SMALL,
-            f"+callbacks.fault._target_=faults.{fault}",
-            f"on_nonfinite={policy}",
-            "trust=[faults]",
-            *words,
-        )
+        named = (f"+callbacks.fault._target_=faults.{fault}", f"on_nonfinite={policy}", "trust=[faults]")
+        return run("train", *SMALL, *named, *words)
 
     return call
 
@@ -76,36 +70,28 @@ def finite(directory: Path) -> bool:
 
 
 AMP = ["amp=false", "amp=bf16", "amp=fp16"]
+CAUSES = {"Input": "the images of sample", "Weight": "weights are not finite", "Gradient": ""}
 
 
-@pytest.mark.parametrize(("fault", "amp"), some(itertools.product(("Input", "Weight"), AMP), 0, 2, 4, several=True))
+@pytest.mark.parametrize(
+    ("fault", "amp"),
+    # Under fp16 an infinite gradient belongs to scaling
+    [
+        *some(itertools.product(("Input", "Weight"), AMP), 0, 2, 4, several=True),
+        *itertools.product(["Gradient"], AMP[:2]),
+    ],
+)
 def test_raise_stops_and_keeps_what_was_saved(faulty: Any, fault: str, amp: str) -> None:
     result = faulty(fault, "raise", amp)
     assert result.status == 3, result.err + result.out
     assert "the gradients of step 13 (epoch 2) are not finite" in result.err
-    cause = {"Input": "the images of sample", "Weight": "weights are not finite"}[fault]
-    assert cause in result.err
+    assert CAUSES[fault] in result.err
     assert finite(result.directory)
     assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 10
-    batch = torch.load(result.directory / "nonfinite" / "step_0000000013.pt", weights_only=True)
-    assert batch["images"].isnan().any() == (fault == "Input")
-    assert len(batch["indices"]) == 8
-
-
-@pytest.mark.parametrize("amp", ["amp=false", "amp=bf16"])
-def test_raise_names_the_gradients_that_an_operation_spoils(faulty: Any, amp: str) -> None:
-    result = faulty("Gradient", "raise", amp)
-    assert result.status == 3, result.err + result.out
-    assert "step 13" in result.err
-    assert finite(result.directory)
-
-
-def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Any) -> None:
-    result = faulty("Gradient", "raise", "amp=fp16")
-    assert result.status == 0, result.err
-    scale = read(result.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"]
-    assert scale < 2.0**16
-    assert finite(result.directory)
+    if fault != "Gradient":
+        batch = torch.load(result.directory / "nonfinite" / "step_0000000013.pt", weights_only=True)
+        assert batch["images"].isnan().any() == (fault == "Input")
+        assert len(batch["indices"]) == 8
 
 
 @pytest.mark.parametrize(

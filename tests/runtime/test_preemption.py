@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from extended import some
 from forked import ForkedProgram
+from running_sweeps import until
 
 from runner.checkpoint.file import read
 
@@ -71,16 +71,8 @@ def start(here: Path) -> Iterator[Callable[..., ForkedProgram]]:
         process.communicate()
 
 
-def wait_for(path: Path, process: ForkedProgram, enough: Callable[[str], bool] = lambda text: True) -> None:
-    deadline = time.monotonic() + 60
-    while not (path.exists() and enough(path.read_text())):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{path.name} did not come"
-        time.sleep(0.005)
-
-
-def at_step(step: int) -> Callable[[str], bool]:
-    return lambda text: text.isdigit() and int(text) >= step
+def at_step(here: Path, step: int) -> bool:
+    return (here / "steps").exists() and int((here / "steps").read_text() or 0) >= step
 
 
 KNOWN: dict[tuple[str, ...], str] = {}
@@ -105,7 +97,7 @@ def test_a_signal_saves_the_step_says_so_and_costs_nothing(
 ) -> None:
     workers = ("data.placement=disk", "data.num_workers=2") if name == "SIGTERM" else ()
     process = start(*SLOWLY, *workers)
-    wait_for(here / "steps", process, at_step(step))
+    until(lambda: at_step(here, step), process)
     # The whole group, as a terminal and a scheduler do it: loader workers are signalled as well.
     os.killpg(process.pid, getattr(signal, name))
     out, err = process.communicate(timeout=60)
@@ -128,7 +120,7 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
 ) -> None:
     metric = ("+metrics.slow._target_=slow.SlowMetric", "checkpoint.monitor=loss", "data.split.val=0.3")
     process = start(*metric, "evaluate.batch_size=4")  # 15 batches of 0.3 s
-    wait_for(here / "evaluating", process)
+    until((here / "evaluating").exists, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 75, out + err
@@ -140,29 +132,3 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
     assert rest.summary["weights_sha256"] == reference("data.split.val=0.3", "checkpoint.monitor=loss")
     epochs = [record["epoch"] for record in rest.metrics if record["split"] == "val"]
     assert epochs == [1, 2], "each epoch was evaluated once"
-
-
-@pytest.mark.slow
-@pytest.mark.extended
-def test_killed_again_and_again_it_ends_with_the_same_bits(start: Any, here: Path, train: Any, reference: Any) -> None:
-    directory = here / "run"
-    words: tuple[str, ...] = SLOWLY
-    for step in (9, 30):
-        process = start(*words, f"hydra.run.dir={directory}")
-        wait_for(here / "steps", process, at_step(step))
-        time.sleep(0.013)
-        process.kill()
-        process.communicate()
-        assert json.loads((directory / "summary.json").read_text())["status"] == "running"
-        saved = read(directory / "checkpoints" / "last.safetensors")["position"]["global_step"]
-        assert saved >= step - 9, "at most the steps since the last save are lost"
-        (here / "steps").unlink()
-        words = (f"ckpt_path={directory}", *SLOWLY)
-    # A line that was being written when the power went is not an obstacle either.
-    with (directory / "metrics.jsonl").open("a") as file:
-        file.write('{"global_step": 999, "epo')
-    rest = train(f"ckpt_path={directory}", f"hydra.run.dir={directory}", "callbacks.slow.step_s=0")
-    assert rest.summary["weights_sha256"] == reference()
-    assert not list(directory.glob("**/*.tmp"))
-    steps = [record["global_step"] for record in rest.metrics if record["split"] == "train"]
-    assert steps == list(range(1, rest.summary["global_step"] + 1))

@@ -54,14 +54,7 @@ def test_the_first_batch_is_a_table_of_every_module_and_a_batch_that_fails_anoth
 
 
 def test_a_run_shows_the_table_and_ends_with_the_same_bits(train: Any) -> None:
-    words = (
-        "model=mlp",
-        "model.hidden=[8]",
-        "epochs=1",
-        "data.batch_size=16",
-        "limit.train_batches=3",
-        "transform=none",
-    )
+    words = ("model=mlp", "model.hidden=[8]", "max_steps=3", "data.batch_size=16", "transform=none")
     plain, looked_at = train(*words), train(*words, "debug=shapes")
     assert "shapes in the first batch" in looked_at.out
     assert "float32 (16, 1, 8, 8)" in looked_at.out

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -46,15 +47,25 @@ def test_ctrl_c_ends_the_program_as_interrupted_whatever_it_breaks_off_raises(er
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGINT")])
-def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
+def status_of(work: Callable[[], object]) -> int:
+    """The exit status of a process that is forked and does this."""
     pid = os.fork()
     if pid == 0:
-        with StopSignals():
-            signal.raise_signal(getattr(signal, first))
-            signal.raise_signal(getattr(signal, second))
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + getattr(signal, second)
+        work()
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def signalled(*numbers: signal.Signals) -> None:
+    with StopSignals():
+        for number in numbers:
+            signal.raise_signal(number)
+
+
+@pytest.mark.parametrize(("first", "second"), [("SIGTERM", "SIGTERM"), ("SIGUSR1", "SIGINT")])
+def test_a_second_signal_ends_the_process_at_once(first: str, second: str) -> None:
+    numbers = signal.Signals[first], signal.Signals[second]
+    assert status_of(lambda: signalled(*numbers)) == 128 + numbers[1]
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT", "SIGXCPU"])
@@ -82,17 +93,15 @@ def test_a_signal_that_one_cause_sends_several_times_does_not_end_the_process_at
 
 def test_a_second_signal_ends_the_worker_processes_too() -> None:
     reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def work() -> None:
         worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         worker.start()
         os.write(writing, str(worker.pid).encode())
-        with StopSignals():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(signal.SIGINT)
-        os._exit(0)
+        signalled(signal.SIGINT, signal.SIGINT)
+
+    assert status_of(work) == 128 + signal.SIGINT
     os.close(writing)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGINT
     worker = os.read(reading, 20)
     deadline = time.monotonic() + 30  # half as long as the worker sleeps
     with os.fdopen(reading, "rb") as pipe:  # the worker holds its other end
@@ -104,13 +113,7 @@ def test_a_second_signal_ends_the_worker_processes_too() -> None:
 
 def test_workers_leave_every_signal_that_stops_a_run_to_the_main_process() -> None:
     handlers = {number: signal.getsignal(number) for number in STOPPING}
-    pid = os.fork()
-    if pid == 0:
-        _start_worker(0)
-        for number in STOPPING:
-            signal.raise_signal(number)
-        os._exit(7)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    assert status_of(lambda: (_start_worker(0), [signal.raise_signal(number) for number in STOPPING])) == 7
     assert {number: signal.getsignal(number) for number in STOPPING} == handlers
     assert {"SIGHUP", "SIGQUIT", "SIGXCPU"} <= {number.name for number in STOPPING}
 

@@ -13,8 +13,7 @@ from unittest import mock
 
 import torch
 
-from runner.distributed.agreement import Agreement
-from runner.distributed.world import World, joined
+from runner.distributed.world import Agreement, World, joined
 
 
 def write(job: tuple[Path, Callable[[World], Any]]) -> None:
@@ -36,7 +35,7 @@ def meet_without_one(folder: Path) -> None:
 def agreed(world: World) -> list[Any]:
     """The times of the common clock of ranks whose clocks differ, and the reason to stop."""
     times = (100.0 * world.rank + step for step in range(5, 99))
-    with mock.patch("runner.distributed.agreement.time.monotonic", side_effect=times):
+    with mock.patch("runner.distributed.world.time.monotonic", side_effect=times):
         agreement = Agreement(world, lambda: "SIGTERM" if world.rank == 1 else "", 60.0)
         found = [agreement.clock(), agreement.reason()]
         agreement.confirm()

@@ -15,7 +15,7 @@ from running_sweeps import events, jobs_of, processes_in, until
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.launch import local
+from runner.launch import local, processes
 from runner.launch.jobs import Job
 from runner.launch.local import Local
 
@@ -155,7 +155,7 @@ def test_a_job_on_gpus_gets_one(monkeypatch, values, key):
 def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, call, sentence):
     import multiprocessing
 
-    monkeypatch.setattr(local, "FORKED", multiprocessing.get_context("fork"))  # which needs no pickling
+    monkeypatch.setattr(processes, "FORKED", multiprocessing.get_context("fork"))  # which needs no pickling
     launcher = Local(values={}, most=1)
     launcher.start([Job(7, call, (), tmp_path / "logs" / "7.log")])
     [ended] = until(lambda: launcher.wait(1.0))

@@ -15,11 +15,12 @@ from runner.distributed.world import world
 from runner.engine.errors import Diverged
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig
-from runner.instrument.nested import fields_of, first_tensor
+from runner.engine.step import Step
+from runner.instrument.nested import fields_of, first_tensor, tensors_in
 from runner.instrument.no_trace import no_trace, uncompiled
-from runner.instrument.nonfinite import is_finite, join_names, nonfinite_outputs, nonfinite_samples
 from runner.instrument.observer import Observer, module_label
+
+_NAMED = 8  # names that a sentence lists
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Diagnosis:
         return f"the gradients of step {self.step} (epoch {self.epoch}) are not finite: {self.cause}"
 
 
-def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
+def diagnose(trains: Step, batches: Sequence[Batch], step: int, epoch: int) -> Diagnosis:
     """Train on the batches of a step again, without an update, and see where the first number that is not finite comes from.
 
     Weights, buffers, gradients and random generators are left as they are. Where the model is sharded, ranks that stop in
     the middle of a forward pass would leave the others waiting, so only batches and weights are searched.
     """
+    state = trains.state
     # The failing step is computed again without compilation, as compiled code hides the modules
     with no_trace(state.model, state.loss), torch.enable_grad(), uncompiled():
         for batch in batches:
@@ -50,7 +52,7 @@ def diagnose(state: TrainState, parts: StepConfig, batches: Sequence[Batch], ste
             if is_sharded(state.model):
                 cause = next(filter(None, world().gather(cause)), "")
             elif not cause:
-                cause = _cause_in_passes(state, parts, batch)
+                cause = _cause_in_passes(trains, batch)
             if cause:
                 content = {**fields_of(batch.data), "indices": batch.indices}
                 return Diagnosis(step, epoch, cause, {name: tensor.detach().cpu() for name, tensor in content.items()})
@@ -67,32 +69,31 @@ def _cause_before(state: TrainState, batch: Batch) -> str:
         if samples := nonfinite_samples(field, batch.indices):
             return f"the {name} of {samples} have values that are not finite"
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(local(parameter))]
-    return f"weights are not finite: {join_names(wrong)}" if wrong else ""
+    return f"weights are not finite: {_listed(wrong)}" if wrong else ""
 
 
-def _cause_in_passes(state: TrainState, parts: StepConfig, batch: Batch) -> str:
+def _cause_in_passes(trains: Step, batch: Batch) -> str:
     """The first output, loss or gradient that is not finite in forward and backward."""
-    model, logits = state.model, batch.indices  # which are finite
+    state, outputs, logits = trains.state, list[str](), batch.indices  # which are finite
 
-    def keep(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
+    def look(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         nonlocal logits
-        if (found := first_tensor(output)) is not None:
+        if not is_finite(output):
+            outputs.append(module_label(name, module, "the model"))
+        if not name and (found := first_tensor(output)) is not None:
             logits = found
 
-    with nonfinite_outputs(model) as outputs, Observer(model, after=keep, names=[""]), parts.autocast():
-        loss = parts.objective(batch.data)
-    # From the inside out: the first module, then the loss, then gradients
+    with Observer(state.model, after=look), trains.autocast():
+        loss = trains.objective(batch.data)
+    # From the inside out, as inner modules end first: a module, then the loss, then gradients
+    samples, value = nonfinite_samples(logits, batch.indices), float(loss.detach())
     if outputs:
-        samples = nonfinite_samples(logits, batch.indices)
-        label = module_label(outputs[0], model.get_submodule(outputs[0]), "the model")
-        return f"first in the output of {label}" + (f", with {samples}" if samples else "")
-    value = float(loss.detach())
+        return f"first in the output of {outputs[0]}" + (f", with {samples}" if samples else "")
     if not math.isfinite(value):
-        samples = nonfinite_samples(logits, batch.indices)
         return f"the loss is {value}" + (f", and the outputs for {samples}" if samples else "")
     loss.backward()  # type: ignore[no-untyped-call]
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(parameter.grad)]
-    return f"outputs and loss are finite ({value:.4g}), the gradients of {join_names(wrong)} are not" if wrong else ""
+    return f"outputs and loss are finite ({value:.4g}), the gradients of {_listed(wrong)} are not" if wrong else ""
 
 
 def watch_finite(state: TrainState) -> None:
@@ -113,3 +114,25 @@ def watch_finite(state: TrainState) -> None:
 
     Observer(state.model, before=check_inputs, names=[""])
     Observer(state.model, after=check_output)
+
+
+def is_finite(value: Any) -> bool:
+    """True if every floating-point tensor in nested containers is finite; waits for the device."""
+    tensors = (tensor.detach() for tensor in tensors_in(value) if tensor.is_floating_point())
+    stored = (tensor if tensor.layout is torch.strided else tensor.coalesce().values() for tensor in tensors)
+    return all(bool(tensor.isfinite().all()) for tensor in stored)
+
+
+def nonfinite_samples(values: Tensor, indices: Tensor) -> str:
+    """Which of the samples (B,) have an element of `values` (B, ...) that is not finite: `samples 7, 12`, or nothing."""
+    values = values.detach()
+    if not values.is_floating_point() or values.shape[:1] != indices.shape:
+        return ""
+    wrong = indices[~values.flatten(1).isfinite().all(1) if values.ndim > 1 else ~values.isfinite()].tolist()
+    return f"sample{'s' * (len(wrong) > 1)} {_listed(wrong)}" if wrong else ""
+
+
+def _listed(names: Sequence[object]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.instrument.no_trace import no_trace
 
 

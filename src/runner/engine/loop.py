@@ -3,7 +3,7 @@
     on_start
     until finished:
         for each remaining batch of the epoch:
-            train_step                     # forward, loss, backward
+            step                           # forward, loss, backward
             at the end of an accumulation window:
                                            # optimizer step, next learning rate
                 on_step
@@ -28,11 +28,9 @@ from typing import Any
 from runner.distributed.world import world
 from runner.engine.diagnosis import diagnose
 from runner.engine.errors import BadMetric, Diverged, Interrupted, Preempted
-from runner.engine.plan import EpochPlan, Limits
-from runner.engine.position import Best
+from runner.engine.plan import Best, EpochPlan, Limits
 from runner.engine.protocols import Source
-from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, train_step
+from runner.engine.step import Step
 from runner.engine.weight_average import loss_for
 from runner.instrument.no_trace import preserved_rng
 
@@ -45,34 +43,30 @@ class Loop:
     """Trains until a limit, a callback or a signal ends it.
 
     Args:
-        state: what training changes.
+        step: trains on a batch, and has the state, which is what training changes.
         source: the training split.
         plan: how its epochs divide into steps.
-        parts: how a step is computed.
         limits: when to stop and when to evaluate.
         evaluate: evaluates the validation split, and raises `Interrupted` if `interrupted` says so; None without one.
         callbacks: objects with some of the methods that `runner.engine.callbacks` lists.
         monitor: metric and mode (`min` or `max`) that decide which evaluation is best; an empty name for none.
         interrupted: returns the name of the signal that asks the run to stop, or an empty string.
-        step: trains on a batch as `train_step` does.
     """
 
     def __init__(
         self,
-        state: TrainState,
+        step: Step,
         source: Source,
         plan: EpochPlan,
         *,
-        parts: StepConfig,
         limits: Limits,
         evaluate: Callable[[], dict[str, float]] | None,
         callbacks: Sequence[Any],
         monitor: tuple[str, str],
         interrupted: Callable[[], str] = lambda: "",
-        step: StepFunction = train_step,
     ) -> None:
-        self.state, self.source, self.plan, self.parts, self.limits = state, source, plan, parts, limits
-        self.callbacks, self.monitor, self.interrupted, self.step = list(callbacks), monitor, interrupted, step
+        self.step, self.state, self.source, self.plan, self.limits = step, step.state, source, plan, limits
+        self.callbacks, self.monitor, self.interrupted = list(callbacks), monitor, interrupted
         self._evaluate, self._evaluated_at = evaluate, -1  # the step of the latest evaluation in this process
         self._diagnosed = 0  # steps that were skipped and had a diagnosis
         self._restart_batches = False  # whether the source was asked for other batches meanwhile
@@ -97,8 +91,8 @@ class Loop:
         # For the next step, wherever the state comes from
         self.state.train()
         self.state.set_learning_rate()
-        if self.parts.guard is not None:
-            self.parts.guard.start()
+        if self.step.guard is not None:
+            self.step.guard.start()
         self.emit("on_start")
         with collecting_between_steps():
             # An evaluation may be left over from the process before, which was stopped while it was due
@@ -117,7 +111,7 @@ class Loop:
 
     def _epoch(self) -> None:
         """Train from the position to the end of the epoch or of training."""
-        state, plan, parts, step = self.state, self.plan, self.parts, self.step
+        state, plan, step = self.state, self.plan, self.step
         position, interval = state.position, self.limits.evaluate_every_steps
         self._restart_batches = False
         # The position says which batches are next, so a resumed run does not replay the epoch
@@ -131,7 +125,7 @@ class Loop:
                 self._save_after(error)
                 raise
             self.waited_s += perf_counter() - began
-            step(state, parts, batch, weight, size, update=update)
+            step(batch, weight, size, update=update)
             self.samples_seen += size
             # The position moves once the batch is part of the state; a checkpoint before would repeat it
             position.batch += 1
@@ -275,7 +269,7 @@ class Loop:
         Called before numbers are read, the state is saved, or the validation split is evaluated. If a step was skipped, the
         policy decides: `raise` raises `Diverged`, and `skip` goes on.
         """
-        guard = self.parts.guard
+        guard = self.step.guard
         if guard is None or guard.steps == 0:
             return
         # The guard counts steps since it was asked; add them to the step at which that was
@@ -288,7 +282,7 @@ class Loop:
                 continue
             with preserved_rng():  # making batches may draw random numbers
                 epoch, batches = self._batches_of(step)
-            diagnosis = diagnose(self.state, self.parts, batches, step, epoch + 1)
+            diagnosis = diagnose(self.step, batches, step, epoch + 1)
             self._diagnosed += 1
             self.emit("on_step_skipped", step, diagnosis)
             if guard.policy == "raise":

@@ -11,8 +11,8 @@ from typing import Any
 from runner.engine.errors import Preempted
 from runner.engine.plan import EpochPlan
 from runner.engine.protocols import Source
-from runner.engine.state import RunningMean, TrainState
-from runner.engine.step import StepConfig, StepFunction, train_step
+from runner.engine.state import RunningMean
+from runner.engine.step import Step
 
 _SMOOTHING = 0.8  # the running mean lags by four steps
 _DIVERGED = 4.0  # times the lowest smoothed loss
@@ -48,14 +48,12 @@ def exponential(start: float, end: float, steps: int) -> list[float]:
 
 
 def range_test(
-    state: TrainState,
+    step: Step,
     source: Source,
     plan: EpochPlan,
-    parts: StepConfig,
     rates: Sequence[float],
     *,
     reference: float,
-    step: StepFunction = train_step,
     interrupted: Callable[[], str] = lambda: "",
 ) -> Curve:
     """Train one step at each rate until the loss diverges. The state is of no use afterwards.
@@ -66,9 +64,10 @@ def range_test(
     `rates` are those of a parameter group whose `initial_lr` is `reference`; the other groups keep their ratios to it.
     `interrupted` returns the name of the signal that asks to stop, or an empty string.
     """
+    state, guard = step.state, step.guard
     losses: list[float] = []
     smoothed: list[float] = []
-    mean, stopped, guard = 0.0, "", parts.guard
+    mean, stopped = 0.0, ""
     meter = state.meter = RunningMean(next(state.model.parameters()).device)
     state.averaged = None  # averaging weights during a sweep of the rate is meaningless
     state.train()
@@ -81,7 +80,7 @@ def range_test(
             group["lr"] = group["initial_lr"] * (rate / reference)
         meter.reset()
         for batch, size, weight, update in window:
-            step(state, parts, batch, weight, size, update=update)
+            step(batch, weight, size, update=update)
         loss = meter.read()
         # The three ends of the test: no number, a loss far above its lowest, and gradients that are not finite
         if not math.isfinite(loss):

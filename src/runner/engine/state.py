@@ -13,7 +13,7 @@ from runner.distributed.sharding import divided_like, loaded
 from runner.distributed.world import world
 from runner.engine.freezing import Freezing
 from runner.engine.optimizers import Schedules
-from runner.engine.position import Best, Position
+from runner.engine.plan import Best, Position
 from runner.engine.protocols import Schedule
 from runner.engine.weight_average import AveragedModel
 from runner.instrument.nested import kind_of, named_tensors
@@ -64,19 +64,14 @@ class RunningMean:
         if self._skipped is not None:
             self._skipped.zero_()
 
-    def _count(self) -> int:
-        """The samples that were not skipped."""
+    def _totals(self) -> tuple[torch.Tensor, int]:
+        """Sum and samples of all ranks, without those that were skipped."""
         if self._skipped is not None:
             self._samples -= int(self._skipped)
             self._skipped.zero_()
-        return self._samples
-
-    def _totals(self) -> tuple[torch.Tensor, int]:
-        """Sum and samples of all ranks."""
-        samples = self._count()
         if world().size == 1:
-            return self._sum.clone(), samples
-        both = self._sum.new_tensor([0.0, samples], dtype=torch.float64)
+            return self._sum.clone(), self._samples
+        both = self._sum.new_tensor([0.0, self._samples], dtype=torch.float64)
         both[0] = self._sum
         both = world().total(both)
         return both[0].to(self._sum.dtype), int(both[1])

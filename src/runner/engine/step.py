@@ -1,10 +1,11 @@
-"""One training step."""
+"""One training step: loss, backward, update; for each batch, or for a whole accumulation window at once."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +14,11 @@ from torch import Tensor, nn
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip, clip_gradients
 from runner.engine.nonfinite import NonFiniteGuard
+from runner.engine.optimizers import Optimizers
 from runner.engine.protocols import Batch
 from runner.engine.state import TrainState
+
+_Window = list[tuple[Batch, float, int]]
 
 
 @dataclass(frozen=True)
@@ -41,149 +45,236 @@ class Supervised:
         return {"loss": self.loss(outputs, targets), "outputs": outputs, "targets": targets}
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """The parts of the computation of a step."""
-
-    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over the samples
-    weight: Callable[[Any], Any] | None = None  # what the mean of the data of a batch is over; None for its samples
-    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around it
-    clip_norm: float | None = None  # largest 2-norm of all gradients together; None for no limit
-    clip_value: float | None = None  # largest absolute value of a gradient element; None for no limit
-    clip_adaptive: AdaptiveClip | None = None  # bounds of each unit's gradient; None for no limit
-    equivalent: Callable[[Any], Tensor] | None = None  # the objective compiled, or over several ranks; replaces it
-    guard: NonFiniteGuard | None = None  # prevents steps with gradients that are not finite; None allows them
-    optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
-    # around batches that do not end an accumulation window: their gradients are not yet averaged over the ranks
-    no_sync: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    # over the ranks, where backward has not done it
-    average_gradients: Callable[[Sequence[nn.Parameter]], None] | None = None
-    after_step: Callable[[], object] | None = None  # called at the end of each step, even if its update was skipped
-
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped."""
-        return self.clip_norm is not None or self.clip_value is not None or self.clip_adaptive is not None
-
-
-StepFunction = Callable[..., None]
-"""The signature of `train_step`."""
-
-
-def train_step(
-    state: TrainState, parts: StepConfig, batch: Batch, weight: float, samples: int, *, update: bool
-) -> None:
-    """Train on one batch; at the end of an accumulation window, update the weights.
+@dataclass(eq=False)
+class Step:
+    """Trains on a batch; at the end of an accumulation window, it updates the weights.
 
     The source of batches has already fetched, moved and augmented the batch; counters and the next learning rate are the
     loop's job. Nothing here waits for the device, unless `NonFiniteGuard.waits` says that the optimizer needs it.
-
-    Args:
-        state: what training changes.
-        parts: how a step is computed.
-        batch: samples on the device.
-        weight, samples, update: see `EpochPlan.parts`.
     """
-    # Inside a window, gradients only add up: ranks exchange them once, at its end
-    if not update:
-        with parts.no_sync():
-            backward(state, forward(state, parts, batch, samples), share_of(state, parts, batch.data, weight))
-        return
-    backward(state, forward(state, parts, batch, samples), share_of(state, parts, batch.data, weight))
-    update_weights(state, parts)
 
+    state: TrainState  # what training changes
+    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over the samples
+    compiled: Callable[[Any], Tensor] | None = None  # the objective compiled, which replaces it
+    weight: Callable[[Any], Any] | None = None  # what the mean of the data of a batch is over; None for its samples
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around the objective
+    clip_norm: float | None = None  # largest 2-norm of all gradients together; None for no limit
+    clip_value: float | None = None  # largest absolute value of a gradient element; None for no limit
+    clip_adaptive: AdaptiveClip | None = None  # bounds of each unit's gradient; None for no limit
+    guard: NonFiniteGuard | None = None  # prevents steps with gradients that are not finite; None allows them
+    optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
+    after_step: Callable[[], object] | None = None  # called at the end of each step, even if its update was skipped
 
-def forward(state: TrainState, parts: StepConfig, batch: Batch, samples: int) -> Tensor:
-    """The mean loss of a batch, which is also added to the running mean."""
-    loss = loss_of(parts, batch.data)
-    state.meter.add(loss, samples)
-    if terms := getattr(parts.objective, "terms", None):
-        state.add_terms(terms, samples)
-    if parts.guard is not None:
-        parts.guard.watch_loss(loss)
-    return loss
+    def __call__(self, batch: Batch, weight: float, samples: int, *, update: bool) -> None:
+        """Train on a batch that is on the device; for `weight`, `samples` and `update` see `EpochPlan.parts`."""
+        self.accumulate(batch, weight, samples)
+        if update:
+            self.update()
 
+    def accumulate(self, batch: Batch, weight: float, samples: int) -> None:
+        """Add a batch's share of the gradients."""
+        self.backward(self.forward(batch, samples), self.share(batch.data, weight))
 
-def loss_of(parts: StepConfig, data: Any) -> Tensor:
-    """The mean loss of the data of a batch."""
-    with parts.autocast():
-        return (parts.equivalent or parts.objective)(data)
+    def forward(self, batch: Batch, samples: int) -> Tensor:
+        """The mean loss of a batch, which is also added to the running mean."""
+        loss = self.loss(batch.data)
+        self.state.meter.add(loss, samples)
+        if terms := getattr(self.objective, "terms", None):
+            self.state.add_terms(terms, samples)
+        if self.guard is not None:
+            self.guard.watch_loss(loss)
+        return loss
 
+    def loss(self, data: Any) -> Tensor:
+        """The mean loss of the data of a batch."""
+        with self.autocast():
+            return self.mean_of(data)
 
-def share_of(state: TrainState, parts: StepConfig, data: Any, share: float) -> float | Tensor:
-    """What a loss counts in the sum of a step: its share, or its weight, by whose sum `update_weights` divides the gradients."""
-    if parts.weight is None:
-        return share
-    weight = torch.as_tensor(parts.weight(data), dtype=state.meter.dtype, device=state.meter.device)
-    if share == 0:  # a rank without a sample of this batch has taken another one
-        weight = torch.zeros_like(weight)
-    state.window_weight = weight if state.window_weight is None else state.window_weight + weight
-    return weight
+    def mean_of(self, data: Any) -> Tensor:
+        """The same, in a context for forward passes."""
+        return (self.compiled or self.objective)(data)
 
+    def share(self, data: Any, share: float) -> float | Tensor:
+        """What a loss counts in the sum of a step: its share, or its weight, by whose sum `combine` divides the gradients."""
+        if self.weight is None:
+            return share
+        state = self.state
+        weight = torch.as_tensor(self.weight(data), dtype=state.meter.dtype, device=state.meter.device)
+        if share == 0:  # a rank without a sample of this batch has taken another one
+            weight = torch.zeros_like(weight)
+        state.window_weight = weight if state.window_weight is None else state.window_weight + weight
+        return weight
 
-def backward(state: TrainState, loss: Tensor, weight: float | Tensor, inputs: Sequence[Tensor] | None = None) -> None:
-    """Accumulate a batch's share of the gradients, of all weights or of `inputs`."""
-    # The usual weight is 1, and a multiplication less is a kernel less.
-    if isinstance(weight, Tensor) or weight != 1.0:
-        loss = loss * weight
-    if state.scaler is not None:
-        loss = state.scaler.scale(loss)
-    loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, weight: float | Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+        """Accumulate a batch's share of the gradients, of all weights or of `inputs`."""
+        # The usual weight is 1, and a multiplication less is a kernel less.
+        if isinstance(weight, Tensor) or weight != 1.0:
+            loss = loss * weight
+        if self.state.scaler is not None:
+            loss = self.state.scaler.scale(loss)
+        loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
 
+    def update(self) -> None:
+        """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
+        self.finish(self.apply(self.state.optimizer))
 
-def update_weights(state: TrainState, parts: StepConfig) -> None:
-    """Unscale and clip the gradients, take an optimizer step unless the guard forbids it, and drop the gradients."""
-    end_step(state, parts, apply_gradients(state, parts, state.optimizer))
+    def combine(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
+        """Make an optimizer's gradients those of all batches and ranks of an accumulation window.
 
-
-def combine_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Make an optimizer's gradients those of all batches and ranks of an accumulation window.
-
-    Returns:
-        What they were divided by, if the task counts a weight.
-    """
-    if parts.average_gradients is None and state.window_weight is None:
-        return None
-    parameters, total = [parameter for group in optimizer.param_groups for parameter in group["params"]], None
-    # Where backward has not averaged the gradients over the ranks, as with several optimizers, it happens here
-    if parts.average_gradients is not None:
-        parts.average_gradients(parameters)
-    # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
-    if state.window_weight is not None:
-        total = world().total(state.window_weight) / world().size
+        Returns:
+            What they were divided by, if the task counts a weight.
+        """
+        if self.state.window_weight is None:
+            return None
+        # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
+        total = world().total(self.state.window_weight) / world().size
         total = total.where(total != 0, 1)  # nothing counts in this step: its gradients are zeros
-        torch._foreach_div_([weight.grad for weight in parameters if weight.grad is not None], total)
-        state.window_weight = None
-    return total
+        gradients = [weight.grad for weight in parameters_of(optimizer) if weight.grad is not None]
+        torch._foreach_div_(gradients, total)
+        self.state.window_weight = None
+        return total
 
+    def apply(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Take a step with an optimizer, which may be one of several; returns False if the guard forbids it."""
+        scaler = self.state.scaler
+        self.combine(optimizer)
+        # The guard looks at the gradients before clipping, which would spread a NaN over all of them.
+        allowed = self.guard is None or self.guard.allows_step()
+        if allowed:
+            self.clip(optimizer)
+            if scaler is not None:
+                scaler.step(optimizer)
+                scaler.update()
+            elif self.optimizer_step is not None and optimizer is self.state.optimizer:
+                self.optimizer_step()
+            else:
+                optimizer.step()
+        drop_gradients(optimizer)
+        return allowed
 
-def apply_gradients(state: TrainState, parts: StepConfig, optimizer: torch.optim.Optimizer) -> bool:
-    """Take a step with an optimizer, which may be one of several; returns False if the guard forbids it."""
-    scaler, guard = state.scaler, parts.guard
-    combine_gradients(state, parts, optimizer)
-    # The guard looks at the gradients before clipping, which would spread a NaN over all of them.
-    allowed = guard is None or guard.allows_step()
-    if allowed:
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clip the gradients that there are, as the config says."""
+        if self.clip_norm is None and self.clip_value is None and self.clip_adaptive is None:
+            return
         # Clipping needs the gradients as they are, so the loss scale is removed first
-        if scaler is not None and parts.clips:
-            scaler.unscale_(optimizer)
-        clip(state, parts)
-        if scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        elif parts.optimizer_step is not None and optimizer is state.optimizer:
-            parts.optimizer_step()
+        if self.state.scaler is not None:
+            self.state.scaler.unscale_(optimizer)
+        trained = [parameter for _, parameter in self.state.named_parameters()]
+        clip_gradients(trained, self.clip_norm, self.clip_value, self.clip_adaptive)
+
+    def finish(self, allowed: bool) -> None:
+        """Let the task go on from the updated weights, average them, and note the outcome, once all updates are done."""
+        state, guard = self.state, self.guard
+        if self.after_step is not None:  # also if a kernel or the guard skipped the update: the host may not know it
+            with torch.no_grad():
+                self.after_step()
+        # After the update, as it is the updated weights that are averaged
+        if allowed and state.averaged is not None:
+            state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
+        if guard is not None:
+            guard.stepped()
+
+
+@dataclass(eq=False)
+class WindowStep(Step):
+    """A step that trains at the end of an accumulation window, on all of its batches.
+
+    With several optimizers, the task yields the loss of one after the other, see `runner.run.step.TaskSteps.alternate`: each
+    is updated with the gradients of the whole window before the next loss is computed. Otherwise the optimizer gets a
+    closure that computes loss and gradients of the window as often as it asks.
+    """
+
+    _window: _Window = field(default_factory=list, init=False)
+
+    def accumulate(self, batch: Batch, weight: float, samples: int) -> None:
+        """Keep a batch until the end of its window."""
+        self._window.append((batch, weight, samples))
+
+    def update(self) -> None:
+        """Train on the window."""
+        window, self._window = self._window, []
+        optimizer = self.state.optimizer
+        if isinstance(optimizer, Optimizers):
+            self.finish(self._alternate(optimizer, window))
         else:
-            optimizer.step()
-    drop_gradients(optimizer)
-    return allowed
+            self.finish(self._with_closure(optimizer, window))
+
+    def _alternate(self, optimizers: Optimizers, window: _Window) -> bool:
+        """Update the optimizers in the order in which the task yields their losses; False if the guard forbids one."""
+        objective: Any = self.objective
+        losses, allowed = objective.alternate([batch.data for batch, _, _ in window]), True
+        sums: list[Tensor | float] = [0.0] * len(window)
+        while True:
+            with self.autocast():
+                found = next(losses, None)
+            if found is None:
+                break
+            place, name, loss, terms = found
+            batch, weight, samples = window[place]
+            sums[place] = sums[place] + loss.detach()
+            self.state.add_terms(terms, samples)
+            if self.guard is not None:
+                self.guard.watch_loss(loss)
+            # Of its own weights alone: the loss of a generator runs through the discriminator, which has another loss
+            optimizer = optimizers.named[name]
+            own = [each for each in parameters_of(optimizer) if each.requires_grad]
+            if not own:  # frozen for a while
+                continue
+            self.backward(loss, self.share(batch.data, weight), own)
+            if place == len(window) - 1:
+                allowed = self.apply(optimizer) and allowed
+        for total, (_, _, samples) in zip(sums, window, strict=True):
+            self.state.meter.add(torch.as_tensor(total), samples)
+        return allowed
+
+    def _with_closure(self, optimizer: Any, window: _Window) -> bool:
+        """Let an optimizer step that computes the loss itself; False, and the weights restored, if it is not finite."""
+        weights = parameters_of(optimizer)
+        before, evaluations = [weight.detach().clone() for weight in weights], 0
+
+        @torch.enable_grad()
+        def closure() -> Tensor:
+            nonlocal evaluations
+            drop_gradients(optimizer)
+            total = before[0].new_zeros(())
+            for batch, weight, samples in window:
+                # The loss that is logged is that before the update
+                loss = self.loss(batch.data) if evaluations else self.forward(batch, samples)
+                share = self.share(batch.data, weight)
+                self.backward(loss, share)
+                total += loss.detach() * share
+            evaluations += 1
+            divisor = self.combine(optimizer)
+            if self.guard is not None and not self.guard.allows_step():
+                raise _NotFinite
+            self.clip(optimizer)
+            # Ranks have to take the same decisions
+            total = world().total(total) / world().size
+            return total if divisor is None else total / divisor
+
+        try:
+            optimizer.step(closure)
+        except _NotFinite:
+            torch._foreach_copy_([weight.detach() for weight in weights], before)
+            return False
+        finally:
+            drop_gradients(optimizer)
+        return True
 
 
-def clip(state: TrainState, parts: StepConfig) -> None:
-    """Clip the gradients that there are, as the config says."""
-    if parts.clips:
-        trained = [parameter for _, parameter in state.named_parameters()]
-        clip_gradients(trained, parts.clip_norm, parts.clip_value, parts.clip_adaptive)
+def needs_window(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer needs `WindowStep`: it is several, or its `step` cannot be called without a closure."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return isinstance(optimizer, Optimizers) or (closure is not None and closure.default is closure.empty)
+
+
+class _NotFinite(Exception):
+    """Gradients within a step are not finite."""
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The weights that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
@@ -191,16 +282,3 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
-
-
-def end_step(state: TrainState, parts: StepConfig, allowed: bool) -> None:
-    """Let the task go on from the updated weights, average them, and note the outcome, once all updates are done."""
-    guard = parts.guard
-    if parts.after_step is not None:  # also if a kernel or the guard skipped the update: the host may not know it
-        with torch.no_grad():
-            parts.after_step()
-    # After the update, as it is the updated weights that are averaged
-    if allowed and state.averaged is not None:
-        state.averaged.update(state.position.global_step + 1, guard.skipped if guard is not None else None)
-    if guard is not None:
-        guard.stepped()

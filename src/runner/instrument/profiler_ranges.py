@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -15,24 +16,19 @@ Mark = Callable[[str], contextlib.AbstractContextManager[object]]
 T = TypeVar("T")
 
 
-def step_in_ranges(
-    mark: Mark,
-    forward: Callable[..., Any],
-    share_of: Callable[..., Any],
-    backward: Callable[..., Any],
-    update_weights: Callable[..., Any],
-) -> Callable[..., None]:
-    """A training step for `Loop` with its parts in ranges: the same work in the same order as `engine.step.train_step`."""
+def step_in_ranges(step: Any, mark: Mark) -> Any:
+    """A `runner.engine.step.Step` with its parts in ranges: the same work in the same order."""
 
-    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
-        with mark(FORWARD):
-            loss = forward(state, parts, batch, samples)
-        with mark(BACKWARD):
-            backward(state, loss, share_of(state, parts, batch.data, weight))
-        if update:
-            with mark(OPTIMIZER):
-                update_weights(state, parts)
+    def within(name: str, part: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            with mark(name):
+                return part(*args)
 
+        return call
+
+    step = copy.copy(step)
+    for name, part in ((FORWARD, "forward"), (BACKWARD, "backward"), (OPTIMIZER, "update")):
+        setattr(step, part, within(name, getattr(step, part)))
     return step
 
 

@@ -25,7 +25,6 @@ from runner.engine.callbacks import LINES, Log
 from runner.engine.errors import Diverged
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
-from runner.engine.step import backward, forward, share_of, update_weights
 from runner.instrument.profiler_ranges import BACKWARD, FORWARD, OPTIMIZER, PREPARE, WAIT, step_in_ranges
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
@@ -196,15 +195,13 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     whole = Limits(config.epochs, config.max_steps).total_steps(training.plan)
     every = max(1, whole // LINES) if config.log.every_steps == "auto" else config.log.every_steps
     loop = Loop(
-        training.state,
+        step_in_ranges(training.step, found.ranges),
         loader_in_ranges(training.data.train.loader, found.ranges, max(1, config.steps * config.accumulate // 5)),
         training.plan,
-        parts=training.parts,
         limits=Limits(None, training.total_steps),
         evaluate=None,
         callbacks=[*extra.values(), Log(every, []), found],
         monitor=training.monitor,
-        step=step_in_ranges(found.ranges, forward, share_of, backward, update_weights),
     )
     try:
         with contextlib.closing(found.phases):  # stops what is still recording, after an error

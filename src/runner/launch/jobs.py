@@ -78,23 +78,6 @@ class Launcher(Protocol):
         ...
 
 
-class _Stop:
-    """The first signal asks the jobs of a launcher to stop; another one after more than a second kills them."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.name = came_early()  # of the signal
-        self._launcher = launcher
-        self._insists_from = 0.0
-
-    def note(self, number: int, frame: FrameType | None) -> None:
-        heard.append(signal.Signals(number).name)
-        again = bool(self.name) and time.monotonic() > self._insists_from
-        if not self.name:
-            self.name, self._insists_from = heard[-1], time.monotonic() + _SAME_S
-        if not self._launcher.survives or again:
-            self._launcher.stop(kill=again)
-
-
 def run(
     launcher: Launcher,
     next_job: Callable[[], Job | None],
@@ -113,14 +96,24 @@ def run(
         on_end: called with a job that has ended, and the name of the signal that asked to stop.
         on_time: called every `period_s` seconds; whether `next_job` may give a job later, although no job runs.
     """
-    running = 0
-    stop = _Stop(launcher)
+    running, asked, insists_from = 0, came_early(), 0.0
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        """The first signal asks the jobs to stop; another one after more than a second kills them."""
+        nonlocal asked, insists_from
+        heard.append(signal.Signals(number).name)
+        again = bool(asked) and time.monotonic() > insists_from
+        if not asked:
+            asked, insists_from = heard[-1], time.monotonic() + _SAME_S
+        if not launcher.survives or again:
+            launcher.stop(kill=again)
+
     # The launcher is closed however this ends, so that no job outlives the sweep
-    with contextlib.closing(launcher), listening(stop.note):
+    with contextlib.closing(launcher), listening(stop):
         while True:
             # Jobs start in groups, as SLURM takes them as one array
             started: list[Job] = []
-            while not stop.name and (launcher.slots is None or running + len(started) < launcher.slots):
+            while not asked and (launcher.slots is None or running + len(started) < launcher.slots):
                 if (job := next_job()) is None:
                     break
                 started.append(job)
@@ -129,18 +122,18 @@ def run(
                     on_start(job, place)
                 running += len(started)
                 # The signal came before there was anything to stop
-                if stop.name and not launcher.survives:
+                if asked and not launcher.survives:
                     launcher.stop(kill=False)
             more = on_time()
             # Jobs of SLURM run on without this process: the same command finds them again
-            if stop.name and launcher.survives:
-                return stop.name
+            if asked and launcher.survives:
+                return asked
             # After a signal, jobs that run may save first; without one, there is nothing left to start
-            if not running and (stop.name or not more):
-                return stop.name
+            if not running and (asked or not more):
+                return asked
             for ended in launcher.wait(period_s):
                 running -= 1
-                on_end(ended, stop.name)
+                on_end(ended, asked)
 
 
 def why_ended(status: int) -> str:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import functools
 import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any, TypeVar
 
 from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.base.files import make_folder
+from runner.launch import processes
 from runner.launch.jobs import Ended, Job, why_ended
-from runner.launch.processes import FORKED, be_child, start_fork_server
 
 T = TypeVar("T")
 _MOST = 1024  # slots on a device, threads
@@ -102,14 +98,14 @@ class Local:
         before = dict(os.environ)
         try:
             os.environ.update(self._environment)
-            start_fork_server(preload)
+            processes.start_fork_server(preload)
         finally:
             os.environ.clear()
             os.environ.update(before)
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in a process that is forked for it, and return what it returns; both are pickled."""
-        with ProcessPoolExecutor(1, mp_context=FORKED) as pool:
+        with ProcessPoolExecutor(1, mp_context=processes.FORKED) as pool:
             return pool.submit(function).result()
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
@@ -120,46 +116,41 @@ class Local:
             make_folder(job.log.parent)
             environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
             # A process of its own: its memory is free afterwards, and an abort takes only this job
-            arguments = functools.partial(_work, job.call), environment, job.log.absolute()
-            process: BaseProcess = FORKED.Process(target=be_child, args=arguments, name=f"job {job.number}")
-            process.start()
-            self._running[job.number] = process, slot
+            self._running[job.number] = processes.start(job.call, environment, job.log.absolute()), slot
             places.append(slot.name)
         return places
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Launcher.wait`."""
-        # No job runs, but the caller still expects a pause
-        if not self._running:
+        running, ended = self._children(), list[Ended]()
+        if not running:
             time.sleep(timeout_s)
-            return []
-        connection.wait([process.sentinel for process, _ in self._running.values()], timeout_s)
-        ended = []
-        for number, (process, slot) in list(self._running.items()):
-            if process.exitcode is None:
+        processes.wait(running, timeout_s, lambda: any(child.exitcode is not None for child in running))
+        for number, (child, slot) in list(self._running.items()):
+            if child.exitcode is None:
                 continue
             del self._running[number]
             self._free.append(slot)
-            assert process.pid is not None
+            assert child.pid is not None
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 # Its data workers would notice only after seconds that it has ended
-                os.killpg(process.pid, signal.SIGKILL)
-            ended.append(Ended(number, why_ended(process.exitcode)))
-            process.close()
+                os.killpg(child.pid, signal.SIGKILL)
+            ended.append(Ended(number, why_ended(child.exitcode)))
+            child.close()
         return ended
 
     def stop(self, kill: bool) -> None:
         """See `Launcher.stop`."""
-        for process, _ in list(self._running.values()):
-            if process.exitcode is None and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, signal.SIGKILL if kill else signal.SIGTERM)
+        processes.send(self._children(), signal.SIGKILL if kill else signal.SIGTERM)
 
     def close(self) -> None:
         """See `Launcher.close`."""
         self.stop(kill=False)  # none runs, unless an error ends the sweep
-        for process, _ in self._running.values():
-            process.join()
+        for child in self._children():
+            child.join()
+
+    def _children(self) -> list[BaseProcess]:
+        return [child for child, _ in list(self._running.values())]
 
 
 def _devices(given: Any, device: str) -> list[str]:
@@ -190,12 +181,3 @@ def _require_one_device(values: Mapping[str, Any]) -> None:
         raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)
     if values.get("devices") not in (1, None):
         raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
-
-
-def _work(call: Callable[[], Any]) -> None:
-    """Run a job in its process."""
-    with contextlib.suppress(OSError):
-        # A system that is short of memory ends a job and not the sweep
-        Path("/proc/self/oom_score_adj").write_text("500")
-    faulthandler.enable()
-    call()

@@ -1,7 +1,9 @@
-"""What processes of jobs and ranks share: the server that forks them, and their end once their parent is gone."""
+"""Children: jobs of a sweep and ranks of a run. They are forked by a server, watched here, and end once their parent is gone."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -9,8 +11,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, resource_tracker
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from runner.base.errors import FAILED
 from runner.base.signals import STOPPING
 
 FORKED = multiprocessing.get_context("forkserver")
-_LOOKED_S = 0.5
+_POLLED_S, _LOOKED_S = 0.1, 0.5
 _LEFT_S = 5.0  # from SIGTERM to the end of a rank that waits for others
 
 
@@ -41,11 +44,34 @@ def start_fork_server(modules: Sequence[str]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def be_child(call: Callable[[], Any], environment: Mapping[str, str], log: Path | None) -> None:
-    """Call a function in a process of the fork server, which ends with the process that started it.
+def start(call: Callable[[], Any], environment: Mapping[str, str], log: Path | None = None) -> BaseProcess:
+    """Call a function in a process of the fork server, which leads a session and ends with this process.
 
-    What it prints is appended to the log; without one, it goes where the parent prints.
+    What it prints is appended to the log; without one, it goes where this process prints.
     """
+    child: BaseProcess = FORKED.Process(target=_be_child, args=(call, environment, log))
+    child.start()
+    return child
+
+
+def wait(children: Iterable[BaseProcess], seconds: float, enough: Callable[[], bool] = bool) -> None:
+    """Wait for the end of children, for some seconds in all, or until it is enough."""
+    deadline = time.monotonic() + seconds
+    while not enough() and (left := deadline - time.monotonic()) > 0:
+        if not (running := [child.sentinel for child in children if child.exitcode is None]):
+            break
+        connection.wait(running, min(left, _POLLED_S))
+
+
+def send(children: Iterable[BaseProcess], number: int) -> None:
+    """Send a signal to the children that run."""
+    for child in children:
+        if child.exitcode is None and child.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(child.pid, number)
+
+
+def _be_child(call: Callable[[], Any], environment: Mapping[str, str], log: Path | None) -> None:
     os.environ.clear()  # the server may be older than what is set now
     os.environ.update(environment)
     # Output is redirected at the level of the system, as C libraries print too
@@ -59,6 +85,10 @@ def be_child(call: Callable[[], Any], environment: Mapping[str, str], log: Path 
     multiprocessing.set_start_method(None, force=True)
     accept_signals()
     end_with_parent()
+    faulthandler.enable()
+    with contextlib.suppress(OSError):
+        # A system that is short of memory ends a child and not what supervises it
+        Path("/proc/self/oom_score_adj").write_text("500")
     call()
 
 

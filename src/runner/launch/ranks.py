@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,11 @@ from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[
 from runner.base.errors import FAILED, PREEMPTED, explain
 from runner.base.files import make_folder
 from runner.distributed.store import RanksMissing, of_attempt, open_store
-from runner.launch.processes import FORKED, be_child, start_fork_server
+from runner.launch.processes import send, start, start_fork_server, wait
 
 _PATIENCE_S = 120.0  # for ranks that a signal asked to save and end, before they are killed
 _NOTICED_S = 5.0  # for ranks to end by themselves after another one has failed, before SIGTERM
 _TERMINATED_S = 25.0  # from SIGTERM to SIGKILL
-_LOOKED_S = 0.1
 _REPORTED_S = 10.0
 _FILES, _FILES_OF_RANK = 32, 8  # open files without which the store does not answer the ranks
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -105,19 +103,23 @@ def run_ranks(
     # A restart begins again from the last checkpoint, with another attempt number in the store
     for attempt in range(max_restarts + 1):
         environment["TORCHELASTIC_RESTART_COUNT"] = str(attempt)
-        ranks = []
-        for number in range(size):
-            own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
-            log = logs / f"rank_{number}.log" if number else None  # rank 0 has the terminal
-            arguments = functools.partial(_rank, number, entry, job), own, log
-            ranks.append(FORKED.Process(target=be_child, args=arguments))
-        signalled, ended = _supervise(ranks, asked)
+        ranks = list[BaseProcess]()
+        try:
+            for number in range(0 if asked() else size):
+                own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
+                log = logs / f"rank_{number}.log" if number else None  # rank 0 has the terminal
+                ranks.append(start(functools.partial(_rank, number, entry, job), own, log))
+            signalled, ended = _supervise(ranks, asked)
+        # No rank outlives this, whatever happens above
+        finally:
+            send(ranks, signal.SIGKILL)
+            wait(ranks, math.inf)
         outcomes = _outcomes(of_attempt(store, attempt), ranks, ended)
         failed = [outcome for outcome in outcomes.values() if outcome.failed]
         if signalled or not failed:
             break
     # A signal that came before the ranks listened killed them: nothing was trained, so it counts as preempted
-    if signalled and any(rank.exitcode in (None, -signal.Signals[signalled]) for rank in ranks):
+    if signalled and (not ranks or any(rank.exitcode == -signal.Signals[signalled] for rank in ranks)):
         return Outcome(0, PREEMPTED, sentence=f"{signalled}, before the ranks had started")
     # The first one that failed by itself is the cause; the others lost their partner
     if failed:
@@ -127,48 +129,25 @@ def run_ranks(
 
 
 def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[str, set[int]]:
-    """Start processes and wait until all have ended, for a limited time once a signal has come or one has failed.
+    """Wait until all ranks have ended, for a limited time once a signal has come or one has failed.
 
     Returns:
         The name of the signal that was passed on to them; without one, the numbers of those that ended by themselves.
     """
-    if asked():
-        return asked(), set()
-    try:
-        for rank in ranks:
-            rank.start()
-        _wait(ranks, math.inf, lambda: bool(asked()) or any(rank.exitcode for rank in ranks))
-        signalled = asked()
-        # The others notice by themselves that one is gone, and their reports are better than a kill
-        if not signalled:
-            _wait(ranks, _NOTICED_S)
-        ended = set() if signalled else {number for number, rank in enumerate(ranks) if not rank.is_alive()}
-        # Those that still run are asked: a signal lets them save, SIGTERM ends those that hang
-        number = signal.Signals[signalled or "SIGTERM"]
-        for rank in ranks:
-            if rank.is_alive() and rank.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(rank.pid, number)
-        # One that a signal ended before it listened is one that the others would wait for in vain
-        if signalled:
-            _wait(ranks, _PATIENCE_S - _NOTICED_S, lambda: any(rank.exitcode == -number for rank in ranks))
-        _wait(ranks, _NOTICED_S if signalled else _TERMINATED_S)
-        return signalled, ended
-    # No rank outlives this, whatever happens above
-    finally:
-        for rank in ranks:
-            if rank.is_alive():
-                rank.kill()
-                rank.join()
-
-
-def _wait(ranks: Sequence[BaseProcess], seconds: float, enough: Callable[[], bool] = bool) -> None:
-    """Wait for the end of processes, for some seconds in all, or until it is enough."""
-    deadline = time.monotonic() + seconds
-    while not enough() and (left := deadline - time.monotonic()) > 0:
-        if not (alive := [rank.sentinel for rank in ranks if rank.is_alive()]):
-            break
-        wait(alive, min(left, _LOOKED_S))
+    wait(ranks, math.inf, lambda: bool(asked()) or any(rank.exitcode for rank in ranks))
+    signalled = asked()
+    # The others notice by themselves that one is gone, and their reports are better than a kill
+    if not signalled:
+        wait(ranks, _NOTICED_S)
+    ended = {number for number, rank in enumerate(ranks) if rank.exitcode is not None and not signalled}
+    # Those that still run are asked: a signal lets them save, SIGTERM ends those that hang
+    number = signal.Signals[signalled or "SIGTERM"]
+    send(ranks, number)
+    # One that a signal ended before it listened is one that the others would wait for in vain
+    if signalled:
+        wait(ranks, _PATIENCE_S - _NOTICED_S, lambda: any(rank.exitcode == -number for rank in ranks))
+    wait(ranks, _NOTICED_S if signalled else _TERMINATED_S)
+    return signalled, ended
 
 
 def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> dict[int, Outcome]:

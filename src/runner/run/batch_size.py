@@ -121,4 +121,4 @@ def _fits(run: Run, size: int) -> bool:
 def _loss(run: Run, batch: Batch) -> Tensor:
     """The loss of a batch with its graph."""
     with run.precision.autocast():
-        return run.parts.objective(batch.data)
+        return run.step.objective(batch.data)

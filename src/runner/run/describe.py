@@ -76,7 +76,7 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
         with run.state.freezing.as_at(None), failed, short:
             batch = run.data.example_batch(samples)
             for number in range(last + 1):
-                run.step(run.state, run.parts, batch, 1 / (last + 1), samples, update=number == last)
+                run.step(batch, 1 / (last + 1), samples, update=number == last)
     peak = peak_memory(run.device)
     console.line(f"a step with batches of {samples}{of_rank}: {readable(peak.bytes)} ({peak.what})")
 

@@ -66,13 +66,11 @@ def find_rate(run: Run, steps: int, start: float, end: float, interrupted: Calla
         raise UserError("optimizer.lr", f"is {node.get('lr')}, and the range test scales it", "a number above 0")
     with memory_for_training(run.config):
         curve = range_test(
-            run.state,
+            run.step,
             source=run.data.train.loader,
             plan=run.plan,
-            parts=run.parts,
             rates=exponential(start, end, steps),
             reference=reference,
-            step=run.step,
             interrupted=interrupted,
         )
     try:

@@ -16,7 +16,7 @@ from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.engine.freezing import Freezing
 from runner.engine.optimizers import Optimizers, Schedules
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.engine.protocols import Schedule
 from runner.engine.state import RunningMean, TrainState
 from runner.engine.weight_average import AveragedModel

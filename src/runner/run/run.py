@@ -13,10 +13,9 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import components_of
 from runner.config.schema.train import Train
 from runner.data.module import DataModule
-from runner.engine.plan import EpochPlan, Limits, Timeline
-from runner.engine.position import Position
+from runner.engine.plan import EpochPlan, Limits, Position, Timeline
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, Supervised
+from runner.engine.step import Step, Supervised
 from runner.instrument.flops import Flops, count_flops
 from runner.instrument.no_trace import preserved_buffers
 from runner.optim.kernels import Kernels
@@ -118,8 +117,7 @@ class Run:
     length: RunLength  # epochs and steps
     monitor: Monitor  # the metric that decides which evaluation is best
     state: TrainState  # what training changes and a checkpoint stores: model, optimizer, schedule, averages
-    parts: StepConfig  # what a step consists of
-    step: StepFunction
+    step: Step  # trains on a batch
     toggled: Toggled  # compilation and activation checkpointing
     kernels: Kernels  # how the optimizer updates weights
     initial: InitialWeights  # where the weights come from
@@ -127,16 +125,14 @@ class Run:
 
     # Parts of these that are used often
     model: nn.Module = field(init=False)  # what is trained
-    steps: Any = field(
-        init=False
-    )  # computes loss and outputs of a batch: `runner.engine.step.Supervised` or `TaskSteps`
+    steps: Any = field(init=False)  # computes loss and outputs of a batch: `Supervised` or `TaskSteps`
     device: torch.device = field(init=False)
     precision: Precision = field(init=False)  # of forward passes
     plan: EpochPlan = field(init=False)  # how an epoch divides into batches and steps
     total_steps: int = field(init=False)  # optimizer steps of the whole run
 
     def __post_init__(self) -> None:
-        self.model, self.steps = self.state.model, self.parts.objective
+        self.model, self.steps = self.state.model, self.step.objective
         self.device, self.precision = self.hardware.device, self.hardware.precision
         self.plan, self.total_steps = self.length.plan, self.length.total_steps
 

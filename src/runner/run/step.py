@@ -1,9 +1,9 @@
-"""How a training step is computed: its parts, its guard against gradients that are not finite, and the function itself."""
+"""How a training step is computed: the loss that a task defines, and the step that the config asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from runner.config import keys
 from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Profile
+from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
 from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
 from runner.engine.optimizers import Optimizers
+from runner.engine.rank_step import RankStep, RankWindowStep
 from runner.engine.state import TrainState
-from runner.engine.step import StepConfig, StepFunction, Supervised, train_step
-from runner.engine.window import WindowStep, needs_window
+from runner.engine.step import Step, Supervised, WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.model import modules_of, optimizers_of
 from runner.run.run import Hardware
@@ -122,28 +123,44 @@ def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskS
     return Supervised(model, loss, task.targets)
 
 
-def build_parts(
+def build_step(
     config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled
-) -> StepConfig:
-    """What a step consists of."""
+) -> Step:
+    """What trains on a batch: a step of its own where the optimizer needs whole windows, and where several ranks train.
+
+    Raises:
+        UserError: if a setting cannot be combined with the steps of the task, the optimizer or the ranks.
+    """
     # Model and loss together: a loss with weights is guarded as the model is
-    grad_clip, trained = config.grad_clip, nn.ModuleList([state.model, state.loss])
-    steps, after_step = steps_of(task, state.model, loss), getattr(task, "after_step", None)
+    grad_clip, trained, after_step = config.grad_clip, nn.ModuleList([state.model, state.loss]), None
+    steps = steps_of(task, state.model, loss)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
             raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
         state.has_terms = True
-    return StepConfig(
-        objective=steps,
+        if _has(task, "after_step"):
+            after_step = functools.partial(task.after_step, steps.modules)  # type: ignore[attr-defined]
+    kind: Callable[..., Step] = Step
+    if needs_window(state.optimizer):
+        _check_window(config, state)
+        kind = WindowStep if world().size == 1 else RankWindowStep
+    elif world().size > 1:
+        if is_sharded(state.model) and any(weight.requires_grad for weight in loss.parameters()):
+            why = "has parameters, which strategy=fsdp does not train"
+            raise UserError("loss", why, "strategy=ddp, or another loss")
+        kind = functools.partial(RankStep, find_unused=config.dist.find_unused_parameters)
+    return kind(
+        state,
+        steps,
+        compiled=toggled.objective_of(task.targets),
+        weight=task.weight if _has(task, "weight") else None,  # type: ignore[attr-defined]
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
         clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
-        weight=task.weight if _has(task, "weight") else None,  # type: ignore[attr-defined]
-        equivalent=toggled.objective_of(task.targets),
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
-        after_step=partial(after_step, steps.modules) if isinstance(steps, TaskSteps) and after_step else None,
+        after_step=after_step,
     )
 
 
@@ -169,20 +186,9 @@ def _check_window(config: Train, state: TrainState) -> None:
             raise UserError(key, f"is {str(keys.at(to_plain(config), key)).lower()}, and {why}", allowed)
 
 
-def slow_guard(parts: StepConfig, state: TrainState, hardware: Hardware) -> list[str]:
+def slow_guard(step: Step, hardware: Hardware) -> list[str]:
     """A warning if the guard makes every step wait for the device."""
-    if parts.guard is None or not parts.guard.waits or hardware.device.type == "cpu":
+    if step.guard is None or not step.guard.waits or hardware.device.type == "cpu":
         return []
-    lack = f"{type(state.optimizer).__name__} has no fused kernel that skips steps whose gradients are not finite"
+    lack = f"{type(step.state.optimizer).__name__} has no fused kernel that skips steps whose gradients are not finite"
     return [f"every step waits for the {hardware.device.type} device: {lack}"]
-
-
-def build_step(config: Train, state: TrainState) -> StepFunction:
-    """What trains on a batch: `train_step`, or a step that needs whole windows.
-
-    Raises `UserError` if the optimizer needs whole windows, and a setting cannot be combined with that.
-    """
-    if not needs_window(state.optimizer):
-        return train_step
-    _check_window(config, state)
-    return WindowStep()

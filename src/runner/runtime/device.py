@@ -40,11 +40,11 @@ def choose_device(name: str) -> tuple[torch.device, str]:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda", "mps"):
         # gpu is not a device of torch, but often typed
         close = "cuda" if name == "gpu" else nearest(str(name), ["auto", "cpu", "cuda", "mps"])
-        raise UserError("device", f"cannot be '{name}'", "auto, cpu, cuda, cuda:1, mps", close) from None
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise UserError("device", f"'{name}' is not supported", "auto, cpu, cuda, cuda:1, mps")
+        raise UserError("device", f"cannot be '{name}'", "auto, cpu, cuda, cuda:1, mps", close)
     backend = torch.backends.mps if device.type == "mps" else torch.cuda
     # A build without CUDA is a common cause, and looks like a missing GPU
     if device.type != "cpu" and not backend.is_available():

@@ -77,11 +77,6 @@ def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
     return None
 
 
-def peak(device: torch.device, kind: Kind) -> PeakFlops | None:
-    """The peak of a device according to its maker; None if it is not listed."""
-    return listed_peak(torch.cuda.get_device_name(device), kind) if device.type == "cuda" else None
-
-
 @dataclass
 class HardwareMetrics:
     """Peak memory, and how much of what the device could compute went into training."""
@@ -139,9 +134,9 @@ def choose_hardware_metrics(
     if not wanted:
         return HardwareMetrics(device)
     no_effect = f"log.utilization={str(wanted).lower()} has no effect: "
-    if (peak_flops := peak(device, kind)) is None:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if (peak_flops := listed_peak(name, kind)) is None:
         if wanted is True or device.type != "cpu":
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
             warnings.append(f"{no_effect}no peak of {name} is listed for {kind}")
         return HardwareMetrics(device)
     try:

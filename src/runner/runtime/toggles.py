@@ -32,19 +32,34 @@ _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-n
 _SHAPES = {False: "for each batch size", None: "for other batch sizes when they come", True: "for all batch sizes"}
 
 
-class CompileReport:
-    """Counts what compiling costs, from when it is made: every compilation of the process, forward and backward.
+class Compilation:
+    """What is compiled of a run, and what compiling costs from then on: every compilation of the process, forward and backward.
 
-    As a callback, it reports that when the first compiled step has ended, and keeps the time apart from training.
+    As a callback, it reports the cost when the first compiled step has ended, and keeps the time apart from training.
+
+    Attributes:
+        objective: (images, targets) -> loss, where `what` is `step`; None for `model`.
+        optimizer: what became of the optimizer's step, a clause.
+        warnings: what people should know.
+        line: gets the report.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: Literal["model", "step"], options: Compiler) -> None:
         from torch._dynamo import utils
 
-        self.line: Callable[[str], object] = str  # gets the report
+        self.what, self.options = what, options
+        self.objective: Callable[[Tensor, Tensor], Tensor] | None = None
+        self.optimizer, self.warnings = "", list[str]()
+        self.line: Callable[[str], object] = str
         self._utils, self._made, self._reported = utils, time.time(), 0.0
         self._before = (0.0, 0, 0)
         self._before = (self.seconds, self.graphs, self.graph_breaks)
+
+    def row(self) -> tuple[str, str, str]:
+        """Label, value and reason for people."""
+        parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
+        reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
+        return "compiled", parts, reason
 
     @property
     def seconds(self) -> float:
@@ -90,25 +105,6 @@ class CompileReport:
         """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
         seconds = round(self.seconds, 3)
         return {"compile_s": seconds, "graph_breaks": self.graph_breaks, "recompilations": self.recompilations}
-
-
-@dataclass
-class Compilation:
-    """The compiled parts of a run."""
-
-    what: Literal["model", "step"]
-    options: Compiler  # arguments of `torch.compile`
-    report: CompileReport = field(default_factory=CompileReport)
-    # (images, targets) -> loss, for `step`; None for `model`
-    objective: Callable[[Tensor, Tensor], Tensor] | None = None
-    optimizer: str = ""  # what became of the optimizer's step, a clause
-    warnings: list[str] = field(default_factory=list)  # what people should know
-
-    def row(self) -> tuple[str, str, str]:
-        """Label, value and reason for people."""
-        parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
-        reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
-        return "compiled", parts, reason
 
 
 def compile_learner(
@@ -253,12 +249,12 @@ class Toggled:
         if self.compilation is not None and self.compilation.what == "step":
             self.compilation.optimizer = compile_optimizer(optimizer, self.compilation.options)
 
-    def reports(self, line: Callable[[str], None]) -> list[CompileReport]:
+    def reports(self, line: Callable[[str], None]) -> list[Compilation]:
         """The callback that reports what compiling cost, if anything is compiled."""
         if self.compilation is None:
             return []
-        self.compilation.report.line = line
-        return [self.compilation.report]
+        self.compilation.line = line
+        return [self.compilation]
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""

@@ -12,7 +12,7 @@ from runner.checkpoint import resume
 from runner.config import stored
 from runner.config.composition import Composition
 from runner.config.schema.verbs import FindLr
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.run.describe import describe
 from runner.run.find_rate import REASON, FoundRate, find_rate
 from runner.run.from_checkpoint import config_and_checkpoint, load_weights_of, output_folder

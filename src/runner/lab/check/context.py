@@ -230,7 +230,7 @@ class CheckContext:
         """Put weights, buffers, gradients, modes, optimizer and random generators back to the start."""
         if self.built is None:
             return
-        state, guard = self.built.state, self.built.parts.guard
+        state, guard = self.built.state, self.built.step.guard
         for parameter in self.model.parameters():
             parameter.grad = None
         start, generators, buffers, state.meter, rates = self._start

@@ -160,8 +160,7 @@ def measure_step(context: CheckContext) -> Step:
     def in_evaluation() -> set[str]:
         return {name for name, module in modules if not module.training}
 
-    def step(state: Any, parts: Any, batch: Any, weight: float, samples: int, *, update: bool) -> None:
-        batch = context.shortened(batch)
+    def accumulate(batch: Any, weight: float, samples: int) -> None:
         if "stepped" in kept:  # the next step begins: nothing more is trained
             if "next" not in kept:
                 kept.update(next=copied(), stale=_nonzero_gradients(context.model), stuck=in_evaluation() - usual)
@@ -170,9 +169,16 @@ def measure_step(context: CheckContext) -> Step:
             kept["start"] = copied()
             for group in state.optimizer.param_groups:
                 group["lr"] = group["initial_lr"]
-        training.step(state, parts, batch, weight, samples, update=update)
-        if update:
+        train(context.shortened(batch), weight, samples)
+
+    def update() -> None:
+        if "stepped" not in kept:
+            change()
             kept["stepped"] = copied()
+
+    # Without a guard, gradients that are not finite reach the weights, where they are found
+    step: Any = dataclasses.replace(training.step, guard=None)
+    train, change, step.accumulate, step.update = step.accumulate, step.update, accumulate, update
 
     state.train()
     usual = in_evaluation()
@@ -189,16 +195,13 @@ def measure_step(context: CheckContext) -> Step:
         return {f"val/{name}": value for name, value in values.items()}
 
     Loop(
-        state,
+        step,
         training.data.train.loader,
         dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
-        # Without a guard, gradients that are not finite reach the weights, where they are found
-        parts=dataclasses.replace(training.parts, guard=None),
         limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
         evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
         callbacks=[UnfreezeCallback(lambda line: None), *own.values()],
         monitor=training.monitor,
-        step=step,
     ).run()
     # A callback may end the run after the first step
     start, stepped, after = kept["start"], kept["stepped"], kept.get("next") or copied()
@@ -223,12 +226,12 @@ def measure_step(context: CheckContext) -> Step:
 
 def _gradients(context: CheckContext, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     """Those of the batches of the first step, with the noise that the step has."""
-    plan, parts = context.training.plan, context.training.parts
+    plan, steps = context.training.plan, context.training.steps
     batches = context.training.data.train.loader.batches(0, 0, min(plan.batches, plan.accumulate))
     for batch, (_, weight, _) in zip(batches, plan.parts(0), strict=False):
-        loss = parts.objective(context.shortened(batch).data) * weight
+        loss = steps(context.shortened(batch).data) * weight
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
     return {name: each.grad.detach().clone() for name, each in weights.items() if each.grad is not None}
 
 

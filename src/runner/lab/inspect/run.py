@@ -21,7 +21,7 @@ from runner.config.load import resolve_config
 from runner.config.rules import never_evaluates
 from runner.config.schema.sections import Transform, components_of
 from runner.config.schema.verbs import FEATURE_FILES, Inspect
-from runner.engine.position import Position
+from runner.engine.plan import Position
 from runner.engine.step import Supervised
 from runner.instrument.no_trace import evaluating
 from runner.lab.inspect.parts import PARTS, Inspection, batches_of, shape_text
