@@ -201,6 +201,14 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
     """
     # Each of these is faster, or at least correct, as it is
     kind, groups = type(optimizer), optimizer.param_groups
+    mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
+
+    def compiled(function: Callable[..., None]) -> Any:
+        return _with_user_errors(torch.compile(function, mode=mode, dynamic=False))
+
+    # One of several parts, which compiles its own
+    if hasattr(optimizer, "compile_update") and optimizer.compile_update(compiled):
+        return f"and the update of {kind.__name__}"
     if any(group.get("fused") for group in groups):
         return "the optimizer's step is one kernel already"
     if not kind.__module__.startswith("torch.optim"):
@@ -213,8 +221,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
             group["foreach"] = False
     # Without the hooks around a step, which cannot be compiled.
     bare = functools.partial(inspect.unwrap(kind.step), optimizer)
-    mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
-    update = _with_user_errors(torch.compile(bare, mode=mode, dynamic=False))
+    update = compiled(bare)
     # A rate that is a number would be compiled into the code, and every new rate compile it again
     rates = [torch.tensor(float(group["lr"])) for group in groups]
 
