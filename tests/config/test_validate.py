@@ -73,7 +73,7 @@ WRONG = [
     ("grad_clip.norm", 0, "cannot be 0", "a number above 0 or null"),
     ("data.hflip", 1.01, "cannot be 1.01", "a number of at least 0 and at most 1"),
     ("amp", "bf17", "cannot be bf17", "true, false, auto, bf16 or fp16"),
-    ("compile", "maybe", "cannot be maybe", "true, false, model or step"),
+    ("compile", "maybe", "cannot be maybe", "true, false, model, blocks or step"),
     ("data.placement", "gpu", "cannot be gpu", "auto, device, ram or disk"),
     ("trust", "mine", "cannot be mine", "a list, each item text"),
     ("trust", [["a"]], "cannot be [a]", "a list, each item text"),

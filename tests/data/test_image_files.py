@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from extras import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
@@ -16,6 +18,7 @@ from PIL import Image, ImageOps
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample
+from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_files import files_loader
 from runner.data.sources.image_io import Decoding, read_image
@@ -82,6 +85,40 @@ def test_every_mode_becomes_rgb_or_grey_with_white_behind_what_is_transparent(
 ):
     options = options | ({"lossless": True} if suffix == ".webp" else {})
     assert _colour(tmp_path, image, suffix, len(expected), **options) == expected
+
+
+@needs("torchcodec")
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(({}, {"progressive": True}, {"subsampling": 0}, {"keep_rgb": True}, {"quality": 30})),
+    st.sampled_from((None, 24)),
+    st.none() | st.tuples(st.floats(0, 1), st.integers(0, 255), st.booleans()),
+)
+def test_torchcodec_gives_the_pixels_and_the_errors_of_pillow(options, size, damage):
+    pixels = np.random.default_rng(0).integers(0, 256, (9, 12, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((50, 37), Image.Resampling.BICUBIC)
+    image.save(file := io.BytesIO(), "JPEG", **options)
+    content = bytearray(file.getvalue())
+    if damage is not None:
+        place, value, cut_off = int(damage[0] * (len(content) - 1)), *damage[1:]
+        content[place] = value
+        content = content[:place] if cut_off else content
+
+    def outcome():
+        try:
+            return read_image("a.jpg", size, content=bytes(content)).tolist()
+        except UserError as error:
+            return str(error)
+
+    decoder = image_io._torchcodec()
+    assert decoder is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_io, "_torchcodec", lambda: None)
+        expected = outcome()
+        used = []
+        patch.setattr(image_io, "_torchcodec", lambda: lambda *args, **more: used.append(1) or decoder(*args, **more))
+        assert outcome() == expected
+    assert used or damage is not None
 
 
 def test_cmyk_jpeg_keeps_its_colour(tmp_path):

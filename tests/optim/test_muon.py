@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.config.schema.sections import Compiler
 from runner.models.mlp import MLP
 from runner.models.small_cnn import SmallCNN
 from runner.models.vit import ViT
+from runner.optim import muon
 from runner.optim.muon import Muon
+from runner.runtime.toggles import compile_optimizer
 
 IMAGES = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.arange(16) % 5
@@ -119,6 +122,43 @@ def test_normalised_weights_have_the_norm_of_their_outputs_before_each_update() 
     optimizer.step()
     weight = optimizer.param_groups[0]["params"][0]
     torch.testing.assert_close(weight.norm() ** 2, torch.tensor(float(len(weight))))
+
+
+def test_weights_of_one_shape_are_updated_together_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(together: bool) -> nn.Module:
+        if together:  # as on a GPU
+            monkeypatch.setattr(muon, "_of_one_shape", lambda weights: [list(weights)])
+        torch.manual_seed(0)
+        model = MLP(1, (8, 8), 5, hidden=[24, 24, 24, 24], dropout=0.0)
+        model.layers[0].requires_grad_(False)  # the only one of another shape
+        train(model, Muon([p for p in model.parameters() if p.requires_grad], normalize=True), 4)
+        return model
+
+    for one, other in zip(trained(False).parameters(), trained(True).parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.003)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (16, 8), (3, 16, 8)])
+def test_more_iterations_of_polar_express_come_closer_to_orthonormal_matrices(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    far = [
+        (torch.linalg.svdvals(muon._orthogonal(matrices, steps, "polar_express").float()) - 1).abs().max()
+        for steps in (2, 8)
+    ]
+    jordan = (torch.linalg.svdvals(muon._orthogonal(matrices, 8, "jordan").float()) - 1).abs().max()
+    assert far[1] < 0.03 < min(far[0], jordan)
+
+
+def test_a_compiled_update_is_compiled_once_for_all_rates() -> None:
+    plain, compiled = network(), network()
+    train(plain, Muon(plain.parameters(), weight_decay=0.1), 4)
+    optimizer = Muon(compiled.parameters(), weight_decay=0.1)
+    torch._dynamo.reset()
+    assert compile_optimizer(optimizer, Compiler()) == "and the update of Muon"
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        train(compiled, optimizer, 4)
+    for one, other in zip(plain.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.003)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 3])
@@ -282,6 +322,7 @@ def test_a_closure_is_evaluated_once() -> None:
         ({"adamw_lr": -1.0}, "adamw_lr must not be negative, got -1.0"),
         ({"ns_steps": 0}, "ns_steps must be at least 1, got 0"),
         ({"weight_decay": -1.0}, "weight"),
+        ({"coefficients": "unknown"}, "coefficients must be jordan or polar_express, got unknown"),
         ({"betas": (1.0, 0.9)}, "beta"),
         ({"adjust_lr_fn": "unknown"}, "unknown"),
     ],

@@ -5,6 +5,7 @@ Compiling by Inductor takes seconds; most of this runs on torch's backends that 
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
+from runner.models.vit import ViT
 from runner.runtime import toggles
 from runner.runtime.toggles import Compilation, compile_learner, compile_optimizer
 
@@ -51,6 +53,23 @@ class Talkative(nn.Module):
         hidden = self.layer(inputs)
         torch._dynamo.graph_break("on purpose")
         return hidden * 2
+
+
+@pytest.mark.usefixtures("traced")
+def test_equal_blocks_are_compiled_once() -> None:
+    model = ViT(1, (8, 8), 5, dim=12, heads=3, depth=3)
+    plain = copy.deepcopy(model)
+    done = compile_learner(model, nn.CrossEntropyLoss(), CPU, "blocks", Compiler())
+    images = torch.ones(2, 1, 8, 8)
+    torch.testing.assert_close(model(images), plain(images))
+    done.on_step(loop_at(1))
+    assert done.graphs == 1
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_a_model_without_blocks_cannot_be_compiled_by_blocks() -> None:
+    with pytest.raises(UserError, match="is blocks, and Linear repeats no block"):
+        compile_learner(nn.Linear(2, 2), nn.CrossEntropyLoss(), CPU, "blocks", Compiler())
 
 
 @pytest.mark.usefixtures("traced")

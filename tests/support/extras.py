@@ -18,6 +18,7 @@ PACKAGES = {
     "ray": ("ray",),
     "remote": ("fsspec", "s3fs", "aiohttp", "moto"),
     "timm": ("timm",),
+    "torchcodec": ("torchcodec",),
     "smp": ("segmentation_models_pytorch",),
     "wandb": ("wandb",),
 }

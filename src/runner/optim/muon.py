@@ -4,58 +4,128 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from runner.distributed.sharding import is_divided
+
 _log = logging.getLogger(__name__)
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the Newton-Schulz iteration, from Jordan's post
+_JORDAN = (3.4445, -4.7750, 2.0315)  # of each Newton-Schulz iteration, from Jordan's post
+_POLAR_EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+)
+"""Of the iterations in turn, by Amsel et al. (arXiv:2505.16932, algorithm 1); later ones have the limit (1.875, -1.25, 0.375)."""
+_ROOM = 1.01  # as rounding to bfloat16 makes some singular values larger than 1
+
+Batch = tuple[list[Tensor], list[Tensor], list[Tensor]]
+"""Weights of one shape, their gradients and their momentum."""
 
 
 class _Muon(Optimizer):
     """What `torch.optim.Muon` computes, also for kernels, which are matrices (outputs, all else), and normalised weights."""
 
+    def __init__(self, groups: Iterable[Any], options: dict[str, Any]) -> None:
+        super().__init__(groups, options)
+        self.update: Callable[..., None] = _update
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, self.state[weight], group)
+            batches = []
+            for weights in _of_one_shape(weight for weight in group["params"] if weight.grad is not None):
+                gradients = [weight.grad for weight in weights]
+                for weight in weights:
+                    if "momentum_buffer" not in self.state[weight]:
+                        self.state[weight]["momentum_buffer"] = torch.zeros_like(weight.grad)  # type: ignore[arg-type]
+                batches.append((weights, gradients, [self.state[weight]["momentum_buffer"] for weight in weights]))
+            options = {name: group[name] for name in self.defaults if name != "lr"}
+            self.update(batches, getattr(self, "found_inf", None), group["lr"], **options)
 
-    def _update(self, weight: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        flag: Any = getattr(self, "found_inf", None)
-        kept = [] if flag is None else [(each, each.clone()) for each in (weight, state["momentum_buffer"])]
-        buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        matrix = _orthogonal(update.flatten(1), group["ns_steps"])
-        rows, columns = matrix.shape
-        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+
+def _of_one_shape(weights: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Weights that are updated together: those of one shape, except on the CPU, where a kernel costs nothing to launch.
+
+    Weights divided among ranks stay alone, as each rank has a part of each.
+    """
+    found: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        alone = weight.device.type == "cpu" or is_divided(weight)
+        found.setdefault(id(weight) if alone else (weight.shape, weight.dtype, weight.device), []).append(weight)
+    return list(found.values())
+
+
+def _update(
+    batches: Sequence[Batch],
+    flag: Any,
+    rate: float | Tensor,
+    *,
+    momentum: float,
+    nesterov: bool,
+    ns_steps: int,
+    coefficients: str,
+    adjust_lr_fn: str | None,
+    normalize: bool,
+    weight_decay: float,
+) -> None:
+    """Update the weights of a group in place, unless the tensor `flag` is above 0; `rate` is a tensor if this is compiled."""
+    for weights, gradients, buffers in batches:
+        kept = [] if flag is None else [(tensor, tensor.clone()) for tensor in (*weights, *buffers)]
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        updates = torch._foreach_lerp(gradients, buffers, momentum) if nesterov else buffers
+        matrices = [update.flatten(1) for update in updates]
+        rows, columns = matrices[0].shape
+        alone = len(weights) == 1
+        found = _orthogonal(matrices[0] if alone else torch.stack(matrices), ns_steps, coefficients).to(
+            weights[0].dtype
+        )
+        directions = [direction.view_as(weights[0]) for direction in ([found] if alone else found.unbind())]
+        matches_adamw = adjust_lr_fn == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if matches_adamw else math.sqrt(max(1, rows / columns))
-        if group["normalize"]:
-            weight.mul_(math.sqrt(rows) / weight.norm().clamp(min=1e-7))
+        if normalize:
+            for weight in weights:
+                weight.mul_(math.sqrt(rows) / weight.norm().clamp(min=1e-7))
             scale = 1.0
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(matrix.view_as(weight), alpha=-group["lr"] * scale)
+        torch._foreach_mul_(weights, 1 - rate * weight_decay)
+        if isinstance(rate, Tensor):
+            torch._foreach_sub_(weights, torch._foreach_mul(directions, rate * scale))
+        else:
+            torch._foreach_add_(weights, directions, alpha=-rate * scale)
         for tensor, before in kept:
             tensor.copy_(torch.where(flag > 0, before, tensor))
 
 
-def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
-    """About the nearest matrix with orthonormal rows, or columns if there are more rows, in bfloat16."""
-    a, b, c = _COEFFICIENTS
-    wide = matrix.bfloat16()
-    wide = wide.T if len(matrix) > matrix.shape[1] else wide
-    wide = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(steps):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
-    return wide.T if len(matrix) > matrix.shape[1] else wide
+def _orthogonal(matrices: Tensor, steps: int, coefficients: str) -> Tensor:
+    """About the nearest matrix with orthonormal rows, or columns if there are more rows, in bfloat16; of one matrix or many."""
+    add_product = torch.addmm if matrices.ndim == 2 else torch.baddbmm
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    wide = matrices.bfloat16()
+    wide = wide.mT if tall else wide
+    norm = wide.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    wide = wide / (norm if coefficients == "jordan" else norm * _ROOM)
+    for step in range(steps):
+        a, b, c = _JORDAN if coefficients == "jordan" else _polar_express(step)
+        gram = wide @ wide.mT
+        wide = add_product(wide, add_product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+    return wide.mT if tall else wide
+
+
+def _polar_express(step: int) -> tuple[float, float, float]:
+    """Coefficients of an iteration, the tabulated ones for values up to `_ROOM`."""
+    if step >= len(_POLAR_EXPRESS):
+        return 1.875, -1.25, 0.375
+    a, b, c = _POLAR_EXPRESS[step]
+    return a / _ROOM, b / _ROOM**3, c / _ROOM**5
 
 
 class Muon(Optimizer):
@@ -70,6 +140,7 @@ class Muon(Optimizer):
         params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
             in the same proportion. A group's "weight_decay" applies to both.
         lr, momentum, nesterov, ns_steps, adjust_lr_fn: of Muon; None for `adjust_lr_fn` is "original".
+        coefficients: of the Newton-Schulz iterations: "jordan" or "polar_express" (Amsel et al., arXiv:2505.16932).
         kernels: whether Muon gets kernels of convolutions, each as a matrix (outputs, all else).
         normalize: whether each weight of Muon has the norm sqrt(outputs) before each update, which then has its plain size;
             for layers that a norm without scale follows. Both as in airbench (Jordan, arXiv:2404.00498).
@@ -89,6 +160,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
+        coefficients: Literal["jordan", "polar_express"] = "jordan",
         kernels: bool = False,
         normalize: bool = False,
         adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
@@ -108,9 +180,11 @@ class Muon(Optimizer):
                 raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(f"adjust_lr_fn must be original, match_rms_adamw or None, got {adjust_lr_fn}")
+        if coefficients not in ("jordan", "polar_express"):
+            raise ValueError(f"coefficients must be jordan or polar_express, got {coefficients}")
         # Two optimizers with their own arguments: Muon for hidden matrices, AdamW for everything else
-        own = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        own["normalize"] = normalize
+        own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "normalize": normalize}
+        own |= {"coefficients": coefficients, "adjust_lr_fn": adjust_lr_fn}
         adamw = {"betas": (betas[0], betas[1]), "eps": eps, "foreach": foreach, "fused": fused}
         self._options: dict[str, dict[str, Any]] = {
             "muon": {"lr": lr, "weight_decay": weight_decay, **own},
@@ -176,6 +250,16 @@ class Muon(Optimizer):
         # Unpickled and deep-copied optimizers have no parts, and load_state_dict creates new groups.
         self._parts = self.__dict__.get("_parts", {})
         self._connect()
+
+    def compile_update(self, compiler: Callable[[Callable[..., None]], Callable[..., None]]) -> bool:
+        """Compile the update of Muon's weights, one function for all of a group; False if there are none, or divided ones."""
+        part = self._parts.get("muon")
+        if part is None or any(is_divided(weight) for group in part.param_groups for weight in group["params"]):
+            return False
+        compiled = compiler(_update)
+        # A rate that is a number would be compiled into the code
+        part.update = lambda batches, flag, rate, **options: compiled(batches, flag, torch.tensor(rate), **options)  # type: ignore[attr-defined]
+        return True
 
     @property
     def obeys_flag(self) -> bool:

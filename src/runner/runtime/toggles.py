@@ -24,6 +24,7 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
 from runner.runtime.activation import Recomputed, Send, checkpoint_activations
+from runner.runtime.blocks import repeated_blocks
 from runner.runtime.device import missing_compiler
 from runner.runtime.precision import Precision
 
@@ -44,7 +45,7 @@ class Compilation:
         line: gets the report.
     """
 
-    def __init__(self, what: Literal["model", "step"], options: Compiler) -> None:
+    def __init__(self, what: Literal["model", "blocks", "step"], options: Compiler) -> None:
         from torch._dynamo import utils
 
         self.what, self.options = what, options
@@ -57,7 +58,8 @@ class Compilation:
 
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""
-        parts = "the model" if self.what == "model" else f"forward and loss together, {self.optimizer}"
+        parts = {"model": "the model", "blocks": "each block of the model"}.get(self.what, "")
+        parts = parts or f"forward and loss together, {self.optimizer}"
         reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
         return "compiled", parts, reason
 
@@ -111,7 +113,7 @@ def compile_learner(
     model: nn.Module,
     loss: Callable[[Tensor, Tensor], Tensor],
     device: torch.device,
-    what: Literal["model", "step"],
+    what: Literal["model", "blocks", "step"],
     options: Compiler,
     *,
     deterministic: bool = False,
@@ -125,18 +127,19 @@ def compile_learner(
         model: the model on its device, with all that changes its forward already done.
         loss: (logits, targets) -> scalar.
         device: of both.
-        what: `model`, which serves evaluations too, or `step`, after which evaluations run as they are.
+        what: `model`, which serves evaluations too; `blocks`, which does each of `repeated_blocks`, so that equal ones are
+            compiled once; or `step`, after which evaluations run as they are.
         options: arguments of `torch.compile`. With `dynamic=False`, the batch size alone decides which kernel computes a
             batch, so a resumed run repeats every bit.
         deterministic: have the compiler choose no kernel by timing it.
         mixed: forward passes run under autocast.
 
     Raises:
-        UserError: without the compiler that the device needs.
+        UserError: without the compiler that the device needs, or without blocks.
     """
     # Without a compiler of the system, the first step would fail with a page of torch's messages
     if missing := missing_compiler(device):
-        raise UserError("compile", f"{what if what == 'step' else 'true'} {missing}", "install it, or compile=false")
+        raise UserError("compile", f"{'true' if what == 'model' else what} {missing}", "install it, or compile=false")
     from torch._inductor import config
 
     # The compiler's own switches are the process's. Round to 16 bits where autocast does: left to itself the compiler computes
@@ -151,9 +154,15 @@ def compile_learner(
         )
     arguments = dataclasses.asdict(options)
     # Compiled in place: a wrapper would put a prefix before the names in the state dict
-    if what == "model":
-        model.compile(**arguments)
-        model._compiled_call_impl = _with_user_errors(model._compiled_call_impl)
+    if what != "step":
+        parts = [model] if what == "model" else [block for _, block in repeated_blocks(model)]
+        if not parts:
+            raise UserError("compile", f"is blocks, and {type(model).__name__} repeats no block", "true")
+        for part in parts:
+            part.compile(**arguments)
+            part._compiled_call_impl = _with_user_errors(part._compiled_call_impl)
+        # Blocks share their code, of which torch compiles 8 variants and runs further ones uncompiled
+        torch._dynamo.config.recompile_limit = max(8, 4 * len(parts))
     else:
 
         def objective(images: Tensor, targets: Tensor) -> Tensor:
@@ -197,6 +206,14 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
     """
     # Each of these is faster, or at least correct, as it is
     kind, groups = type(optimizer), optimizer.param_groups
+    mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
+
+    def compiled(function: Callable[..., None]) -> Any:
+        return _with_user_errors(torch.compile(function, mode=mode, dynamic=False))
+
+    # One of several parts, which compiles its own
+    if hasattr(optimizer, "compile_update") and optimizer.compile_update(compiled):
+        return f"and the update of {kind.__name__}"
     if any(group.get("fused") for group in groups):
         return "the optimizer's step is one kernel already"
     if not kind.__module__.startswith("torch.optim"):
@@ -209,8 +226,7 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
             group["foreach"] = False
     # Without the hooks around a step, which cannot be compiled.
     bare = functools.partial(inspect.unwrap(kind.step), optimizer)
-    mode = _WITHOUT_GRAPHS.get(options.mode, options.mode)
-    update = _with_user_errors(torch.compile(bare, mode=mode, dynamic=False))
+    update = compiled(bare)
     # A rate that is a number would be compiled into the code, and every new rate compile it again
     rates = [torch.tensor(float(group["lr"])) for group in groups]
 
@@ -284,7 +300,7 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
         if config.compiler != Compiler():
             toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
         return toggled
-    what: Literal["model", "step"] = "step" if config.compile == "step" else "model"
+    what: Literal["model", "blocks", "step"] = config.compile if isinstance(config.compile, str) else "model"
     toggled.compilation = compile_learner(
         model,
         loss,

@@ -132,7 +132,7 @@ class Train(Section):
     amp: bool | Literal["auto", "bf16", "fp16"] = False
     channels_last: bool = False
     sync_batchnorm: bool = False
-    compile: bool | Literal["model", "step"] = False
+    compile: bool | Literal["model", "blocks", "step"] = False
     # Strict, as the numbers 1 and 2 are neither true nor names
     activation_checkpointing: Annotated[bool, Strict()] | Annotated[str, Strict()] | list[str] = False
     cudnn_benchmark: bool = False
