@@ -27,7 +27,7 @@ from runner.verbs.predict.rows import open_table
 
 def opened(path, *words):
     """The directory of a job of a sweep, which has it before anything else."""
-    directory = RunDirectory(Composition({}, [*words], {}, Sources(), "", job_dir=path))
+    directory = RunDirectory(Composition(Train, "train", Sources(), overrides=[*words], job_dir=path))
     directory.reserve()
     return directory
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import io
 from collections.abc import Callable, Iterator
@@ -269,10 +270,9 @@ def _torchcodec() -> Callable[..., Tensor] | None:
     if importlib.util.find_spec("torchcodec") is None:
         return None
     try:
-        from torchcodec.decoders import decode_jpeg
-    except (ImportError, OSError, RuntimeError):
+        decoder: Callable[..., Tensor] = importlib.import_module("torchcodec.decoders").decode_jpeg
+    except (AttributeError, ImportError, OSError, RuntimeError):
         return None
-    decoder: Callable[..., Tensor] = decode_jpeg
     return decoder
 
 
