@@ -204,11 +204,11 @@ BUDGET = {
     "engine": 3_047,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_105,
-    "launch": 997,
+    "launch": 971,
     "models": 1_308,
     "optim": 1_214,
     "run": 3_836,
-    "runtime": 1_355,
+    "runtime": 1_354,
     "sweeps": 1_864,
     "tasks": 770,
     "tracking": 1_952,
