@@ -201,10 +201,10 @@ BUDGET = {
     "config": 3_658,
     "data": 7_852,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
-    "engine": 3_033,  # with the step of ranks, which was in distributed
+    "engine": 3_021,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_105,
-    "launch": 971,
+    "launch": 970,
     "models": 1_308,
     "optim": 1_214,
     "run": 3_836,

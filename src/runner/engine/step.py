@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from runner.distributed.sharding import local, whole
 from runner.distributed.world import world
 from runner.engine.nonfinite import NonFiniteGuard
-from runner.engine.optimizers import Optimizers
 from runner.engine.protocols import Batch
-from runner.engine.state import TrainState
+from runner.engine.state import Optimizers, TrainState
 
 _Window = list[tuple[Batch, float, int]]
 _SMALLEST = 1e-3  # lower bound of a unit's weight norm, so that a unit that starts at zero can grow

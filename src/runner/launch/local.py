@@ -90,7 +90,6 @@ class Local:
                 slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
         # More threads than cores: threads that spin while they wait would slow down the others
         if len(slots) * each > cores():
-            # Threads that wait leave the cores to the others.
             self._environment.setdefault("OMP_WAIT_POLICY", "passive")
             if devices == ["cpu"]:
                 text = f"{len(slots)} jobs at a time with {each} threads each, on {cores()} CPU cores"
