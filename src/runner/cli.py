@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from runner import __version__
 from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
 from runner.base.signals import interruptible
-from runner.verbs._errors import print_error
 from runner.verbs._launch import launch_verb
-from runner.verbs._table import VERBS
+from runner.verbs._table import VERBS, print_error
 
 _MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
 _MEANT |= {"-V": "--version", "-v": "--version", "version": "--version"}

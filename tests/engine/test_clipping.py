@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.engine.clipping import AdaptiveClip, clip_gradients
+from runner.engine.step import AdaptiveClip, clip_gradients
 
 RATIO = 0.02
 

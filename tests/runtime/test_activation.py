@@ -204,12 +204,12 @@ def test_a_setting_chooses_its_blocks(setting: Setting, expected: list[int]) -> 
     done = apply(model, setting)
     assert done.names == tuple(f"blocks.{number}" for number in expected)
     assert [number for number, block in enumerate(model.blocks) if "forward" in vars(block)] == expected
-    assert (done.row()[1], done.warnings) == (f"recomputed in {len(expected)} blocks, Block", [])
+    assert (done.row[1], done.warnings) == (f"recomputed in {len(expected)} blocks, Block", [])
 
 
 def test_a_model_without_blocks_is_reported() -> None:
     done = apply(nn.Sequential(nn.Conv2d(3, 4, 1)), True)
-    assert done.row()[1] == "nothing recomputed"
+    assert done.row[1] == "nothing recomputed"
     assert done.warnings[0].startswith("activation_checkpointing=true has no effect: Sequential has no repeated blocks")
 
 
@@ -240,7 +240,7 @@ def test_marked_functions_are_computed_twice_only_while_it_is_on() -> None:
     plain = Marked()
     less = copy.deepcopy(plain)
     done = apply(less, True)
-    assert (done.names, done.row()[1], done.warnings) == ((), "recomputed in marked functions", [])
+    assert (done.names, done.row[1], done.warnings) == ((), "recomputed in marked functions", [])
     less.calls = 0
     found = train(less, steps=1)
     assert less.calls == 4

@@ -20,7 +20,7 @@ def test_a_busy_machine_is_named_in_one_line_at_the_end(
     words: tuple[str, ...], share: float, run: Callable[..., Any], workdir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What imports the function comes first: an import after the change would keep it
-    for module in ("run.run_directory", "lab.profile", "runtime.core_wait"):
+    for module in ("run.run_directory", "lab.profile", "runtime.hardware_metrics"):
         monkeypatch.setattr(f"runner.{module}.waited_for_core", lambda: share * time.perf_counter())
     done = run(*words, *TINY)
     assert done.status == 0, done.err

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from runner.distributed.sharding import is_divided, local
 from runner.distributed.world import world
-from runner.engine.optimizers import Optimizers
+from runner.engine.state import Optimizers
 
 Policy = Literal["raise", "skip"]
 

@@ -187,7 +187,7 @@ class Result:
         self.ratios: list[float] = []  # speed relative to the baseline's in the same round
         self.step_ms: list[float] = []
         self.peak_bytes = 0
-        self.cpu_wait = 0.0  # see `runner.runtime.core_wait.core_wait`
+        self.cpu_wait = 0.0  # see `runner.runtime.hardware_metrics.core_wait`
         self.wall_s = 0.0  # of the fastest run, from its start to its end
 
     @property

@@ -30,7 +30,7 @@ from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
 from runner.run.metrics import build_callbacks
 from runner.run.run import Run
-from runner.runtime.core_wait import core_wait, waited_for_core
+from runner.runtime.hardware_metrics import core_wait, waited_for_core
 from runner.runtime.memory import Peak, memory_history, peak_memory, reset_peak_memory
 from runner.tracking.environment import environment
 from runner.tracking.formats import amount, compact, percent

@@ -20,7 +20,7 @@ from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.space import text_of
 from runner.engine.loop import Loop
-from runner.runtime.core_wait import core_wait, waited_for_core
+from runner.runtime.hardware_metrics import core_wait, waited_for_core
 from runner.runtime.memory import peak_memory, reset_peak_memory
 
 # Only the steps matter: the run is not evaluated, followed or resumed.

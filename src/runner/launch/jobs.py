@@ -20,46 +20,28 @@ _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of a sweep, as a function for processes of this machine and as a command for others.
+    """A job of a sweep, as a function for processes of this machine and as a command for others."""
 
-    Attributes:
-        number: among the jobs of this command, from 0.
-        call: runs the job in a process that ends after it; pickled.
-        command: what a user would type to run the same job.
-        log: the file that gets what the job prints; the same whenever the job is started again in the same folder.
-        environment: variables for it alone.
-    """
-
-    number: int
-    call: Callable[[], Any]
-    command: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
+    number: int  # among the jobs of this command, from 0
+    call: Callable[[], Any]  # runs the job in a process that ends after it; pickled
+    command: Sequence[str]  # what a user would type to run the same job
+    log: Path  # gets what the job prints; the same whenever the job is started again in the same folder
+    environment: Mapping[str, str] = field(default_factory=dict)  # variables for it alone
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A job whose process is gone.
+    """A job whose process is gone."""
 
-    Attributes:
-        number: of the job.
-        sentence: why the process could not report how the run ended; empty if it could.
-    """
-
-    number: int
-    sentence: str = ""
+    number: int  # of the job
+    sentence: str = ""  # why the process could not report how the run ended; empty if it could
 
 
 class Launcher(Protocol):
-    """Starts jobs somewhere, each in a separate process. A YAML under `hydra/launcher` names the class as `_target_`.
+    """Starts jobs somewhere, each in a separate process. A YAML under `hydra/launcher` names the class as `_target_`."""
 
-    Attributes:
-        slots: how many jobs run at a time; None if something else decides that.
-        survives: whether jobs continue after the process of the sweep has ended.
-    """
-
-    slots: int | None
-    survives: bool
+    slots: int | None  # how many jobs run at a time; None if something else decides that
+    survives: bool  # whether jobs continue after the process of the sweep has ended
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
         """Start jobs, unless an earlier process started one that still runs, and return for each where it runs."""

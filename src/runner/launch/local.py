@@ -70,8 +70,12 @@ class Local:
     def _slots(self, given: Any, per_device: int | None, threads: int | None, values: Mapping[str, Any]) -> list[Slot]:
         devices = _devices(given, str(values.get("device")))
         # Every slot has one GPU, so a job that asks for several could not run
-        if devices != ["cpu"]:
-            _require_one_device(values)
+        pool = "and each of several jobs at a time gets one GPU"
+        if devices != ["cpu"] and str(values.get("device")).startswith("cuda:"):
+            allowed = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
+            raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)
+        if devices != ["cpu"] and values.get("devices") not in (1, None):
+            raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
         # Jobs keep the number of threads that they have one after the other, as their bits depend on it.
         text = str(values.get("threads") or threads or os.environ.get("OMP_NUM_THREADS"))
         # Without a number, torch takes every core for each job
@@ -86,7 +90,6 @@ class Local:
                 slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
         # More threads than cores: threads that spin while they wait would slow down the others
         if len(slots) * each > cores():
-            # Threads that wait leave the cores to the others.
             self._environment.setdefault("OMP_WAIT_POLICY", "passive")
             if devices == ["cpu"]:
                 text = f"{len(slots)} jobs at a time with {each} threads each, on {cores()} CPU cores"
@@ -171,13 +174,3 @@ def _devices(given: Any, device: str) -> list[str]:
     if max(listed) >= there:
         raise UserError(key, f"is {given}, and this machine has {there} GPUs that can be seen", allowed)
     return [str(each) for each in listed]
-
-
-def _require_one_device(values: Mapping[str, Any]) -> None:
-    """Refuse settings of a job that needs other GPUs than that of its slot."""
-    pool = "and each of several jobs at a time gets one GPU"
-    if str(values.get("device")).startswith("cuda:"):
-        allowed = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
-        raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)
-    if values.get("devices") not in (1, None):
-        raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")

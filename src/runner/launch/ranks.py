@@ -55,8 +55,6 @@ class Outcome:
 class RankFailed(Exception):
     """A rank ended early; the error is that of the first one."""
 
-    prefix = ""
-
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(f"rank {outcome.rank}{':' if outcome.text else ''} {outcome.sentence}")
         self.exit_code = outcome.status

@@ -15,10 +15,9 @@ from runner.config.schema.sections import OptimizerExtras, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import build, extras_of, names_argument
 from runner.engine.freezing import Freezing
-from runner.engine.optimizers import Optimizers, Schedules
 from runner.engine.plan import Position
 from runner.engine.protocols import Schedule
-from runner.engine.state import RunningMean, TrainState
+from runner.engine.state import Optimizers, RunningMean, Schedules, TrainState
 from runner.engine.weight_average import AveragedModel
 from runner.optim.groups import parameter_groups
 from runner.optim.kernels import KINDS, Kernels, choose_kernels, start_momentum

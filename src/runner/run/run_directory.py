@@ -33,7 +33,7 @@ from runner.engine.errors import BadMetric
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState
 from runner.run.directory import claim, hold, refuse_special_files, timestamp
-from runner.runtime.core_wait import core_wait, waited_for_core
+from runner.runtime.hardware_metrics import core_wait, waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
 from runner.tracking.plots import learning_curves

@@ -16,12 +16,10 @@ from runner.config.schema.train import Train
 from runner.config.schema.verbs import Profile
 from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
-from runner.engine.clipping import AdaptiveClip
 from runner.engine.nonfinite import NonFiniteGuard
-from runner.engine.optimizers import Optimizers
 from runner.engine.rank_step import RankStep, RankWindowStep
-from runner.engine.state import TrainState
-from runner.engine.step import Step, Supervised, WindowStep, needs_window
+from runner.engine.state import Optimizers, TrainState
+from runner.engine.step import AdaptiveClip, Step, Supervised, WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.model import modules_of, optimizers_of
 from runner.run.run import Hardware

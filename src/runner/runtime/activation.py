@@ -52,13 +52,8 @@ class Recomputed:
     """The blocks that are computed again in backward."""
 
     names: tuple[str, ...]
-    setting: str  # value of the config, for people
-    what: str  # for people
+    row: tuple[str, str, str]  # label, value and reason for people
     warnings: list[str] = field(default_factory=list)
-
-    def row(self) -> tuple[str, str, str]:
-        """Label, value and reason for people."""
-        return "activations", self.what, f"{_KEY}={self.setting}"
 
 
 def checkpoint_activations(
@@ -103,7 +98,7 @@ def checkpoint_activations(
         what = "nothing recomputed"
         advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
         warnings = [f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"]
-    return Recomputed(tuple(name for name, _ in blocks), shown, what, warnings)
+    return Recomputed(tuple(name for name, _ in blocks), ("activations", what, f"{_KEY}={shown}"), warnings)
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,4 +1,4 @@
-"""Figures about the machine that go into the log lines of training, and the peaks of GPUs that they refer to."""
+"""Figures about the machine: those in the log lines of training, the peaks of GPUs that they refer to, and waits for a core."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -114,9 +115,7 @@ class HardwareMetrics:
 
 
 def _in_words(flops: float) -> str:
-    unit, scale = next(
-        ((unit, scale) for unit, scale in zip("TGM", (1e12, 1e9, 1e6), strict=True) if flops >= scale), ("k", 1e3)
-    )
+    unit, scale = next((pair for pair in (("T", 1e12), ("G", 1e9), ("M", 1e6)) if flops >= pair[1]), ("k", 1e3))
     return f"{flops / scale:.3g} {unit}FLOP"
 
 
@@ -147,3 +146,19 @@ def choose_hardware_metrics(
             raise UserError("log.utilization", reason, "log.utilization=false") from error
         warnings.append(no_effect + reason)
         return HardwareMetrics(device)
+
+
+def waited_for_core() -> float | None:
+    """Seconds that the main thread was ready to run while others had the core; None where the system does not count them."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def core_wait(since: tuple[float, float | None]) -> float | None:
+    """The share of the time since `(perf_counter(), waited_for_core())` in which other programs had the core; None if unknown."""
+    (began, before), now = since, waited_for_core()
+    if before is None or now is None:
+        return None
+    return round(min((now - before) / max(time.perf_counter() - began, 1e-9), 1.0), 3)

@@ -37,29 +37,24 @@ class Compilation:
     """What is compiled of a run, and what compiling costs from then on: every compilation of the process, forward and backward.
 
     As a callback, it reports the cost when the first compiled step has ended, and keeps the time apart from training.
-
-    Attributes:
-        objective: (images, targets) -> loss, where `what` is `step`; None for `model`.
-        optimizer: what became of the optimizer's step, a clause.
-        warnings: what people should know.
-        line: gets the report.
     """
 
     def __init__(self, what: Literal["model", "blocks", "step"], options: Compiler) -> None:
         from torch._dynamo import utils
 
         self.what, self.options = what, options
-        self.objective: Callable[[Tensor, Tensor], Tensor] | None = None
-        self.optimizer, self.warnings = "", list[str]()
-        self.line: Callable[[str], object] = str
+        self.objective: Callable[[Tensor, Tensor], Tensor] | None = None  # (images, targets) -> loss, of `step`
+        self.optimizer = ""  # what became of the optimizer's step, a clause
+        self.warnings = list[str]()  # what people should know
+        self.line: Callable[[str], object] = str  # gets the report
         self._utils, self._made, self._reported = utils, time.time(), 0.0
         self._before = (0.0, 0, 0)
         self._before = (self.seconds, self.graphs, self.graph_breaks)
 
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""
-        parts = {"model": "the model", "blocks": "each block of the model"}.get(self.what, "")
-        parts = parts or f"forward and loss together, {self.optimizer}"
+        step = f"forward and loss together, {self.optimizer}"
+        parts = {"model": "the model", "blocks": "each block of the model", "step": step}[self.what]
         reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
         return "compiled", parts, reason
 
@@ -274,7 +269,7 @@ class Toggled:
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Labels, values and reasons for people."""
-        recomputed = [self.recomputed.row()] if self.recomputed else []
+        recomputed = [self.recomputed.row] if self.recomputed else []
         return recomputed + ([self.compilation.row()] if self.compilation else [])
 
 

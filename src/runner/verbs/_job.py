@@ -1,8 +1,7 @@
-"""One job of a verb in this process, and how its errors are reported."""
+"""One job of a verb in this process, and how its errors are reported. Imports nothing heavy until a job runs."""
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
 import os
@@ -12,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from runner.base.errors import OK, UserError, explain
-from runner.verbs._errors import print_error
-from runner.verbs._table import VERBS
+from runner.verbs._table import VERBS, print_error
 
 if TYPE_CHECKING:
     from runner.config.composition import Composition
@@ -29,7 +27,7 @@ def status_of(run: Callable[[], object]) -> int:
 
 
 def run_job(name: str, composition: Composition) -> None:
-    """Run one job of a verb in this process.
+    """Run one job of a verb in this process; an error becomes a sentence, or a traceback if it is unexpected.
 
     Raises:
         SystemExit: with the exit status if it failed.
@@ -45,18 +43,12 @@ def run_job(name: str, composition: Composition) -> None:
     if verb.keeps_runs:
         run(composition)
         return
-    from runner.verbs._ranks import on_ranks
-
-    _report_errors(functools.partial(on_ranks, verb, run), composition)
-
-
-def _report_errors(run: Callable[[Composition], float | None], composition: Composition) -> None:
-    """Call `run`; an error becomes an exit status and a sentence, or a traceback if it is unexpected."""
     from runner.runtime.determinism import operations_named
+    from runner.verbs._ranks import on_ranks
 
     try:
         with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
-            run(composition)
+            on_ranks(verb, run, composition)
     except Exception as error:
         if isinstance(error, UserError) and os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()

@@ -23,7 +23,6 @@ from runner.base.errors import OK, USAGE, ConfigError, UserError
 from runner.base.files import make_folder
 from runner.base.secrets import mask_words
 from runner.base.signals import interruptible
-from runner.config.sources import Sources
 from runner.verbs._job import run_job, status_of
 from runner.verbs._table import Verb, sources_and_words
 
@@ -146,6 +145,12 @@ def _run_each(verb: Verb, command: Composition) -> int:
 def print_help(verb: Verb, argv: Sequence[str]) -> None:
     """Print what a verb does, the groups and their options, and the keys with their comments."""
     sources, _ = sources_and_words(verb.name, argv, other_flags=True)
+    keys = list[str]()
+    for name in dict.fromkeys([verb.name, "train"]):
+        path = sources.primary(name)
+        assert path is not None, f"the primary config {name} is shipped"
+        body = path.read_text(encoding="utf-8").split("\n\n", 1)[1]
+        keys += [f"  {line}".rstrip() for line in body.split("\nhydra:")[0].rstrip().splitlines()]
     lines = [
         verb.help,
         "",
@@ -155,7 +160,7 @@ def print_help(verb: Verb, argv: Sequence[str]) -> None:
         *(f"  {group:<16} {', '.join(o.name for o in sources.options(group))}" for group in sources.groups()),
         "",
         "keys (python -m runner show data=digits, and so on, for those of an option)",
-        *_keys(verb.name, sources),
+        *keys,
         "",
         "flags",
         "  --multirun, -m        run every combination of key=a,b values",
@@ -166,13 +171,3 @@ def print_help(verb: Verb, argv: Sequence[str]) -> None:
         "  --hydra-help          all flags of Hydra",
     ]
     print("\n".join(lines))
-
-
-def _keys(verb: str, sources: Sources) -> list[str]:
-    lines: list[str] = []
-    for name in dict.fromkeys([verb, "train"]):
-        path = sources.primary(name)
-        assert path is not None, f"the primary config {name} is shipped"
-        body = path.read_text(encoding="utf-8").split("\n\n", 1)[1]
-        lines += [f"  {line}".rstrip() for line in body.split("\nhydra:")[0].rstrip().splitlines()]
-    return lines

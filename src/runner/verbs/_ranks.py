@@ -26,8 +26,7 @@ from runner.distributed.world import joined, started_by_launcher
 from runner.run.from_checkpoint import resolve_checkpoint
 from runner.run.ranks import count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
-from runner.verbs._errors import print_error
-from runner.verbs._table import VERBS, Verb
+from runner.verbs._table import VERBS, Verb, print_error
 
 _REPORT_S = 5.0
 

@@ -22,9 +22,8 @@ from runner.sweeps.rows import rows_in
 from runner.sweeps.run import Jobs, Sweep, opened_folder
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.tracking.console import Console
-from runner.verbs._errors import print_error
 from runner.verbs._job import run_job
-from runner.verbs._table import Verb
+from runner.verbs._table import Verb, print_error
 
 _PRELOADED = "runner.verbs._preloaded"
 _SLOW = {"torchvision": "torchvision", "timm": "timm", "torchmetrics": "torchmetrics.classification"}
@@ -96,22 +95,16 @@ def _check(command: Composition) -> None:
         raise UserError("search", "has keys to vary, and this sweep is not a search", "sweep=optuna too")
 
 
-def _preload(values: dict[str, Any]) -> list[str]:
-    """What the process that jobs are forked from imports, so that not every job has to."""
-    targets = " ".join(str(value) for key, value in walk(values) if key.endswith("_target_"))
-    return [_PRELOADED, *(module for name, module in _SLOW.items() if name in targets)]
-
-
 def _launcher(command: Composition) -> Launcher:
     """The launcher that `hydra/launcher` names; one of this machine begins to import torch for its jobs."""
     jobs = command.values["search"]["jobs"]
     chosen, settings = command.hydra["launcher"]
     if chosen == "basic":
-        local = Local(per_device=jobs, values=command.values, most=jobs or 1)
-        local.prepare(_preload(command.values))
-        return local
-    own = dict(settings)
-    kind: Any = get_class(own.pop("_target_"))
+        own: dict[str, Any] = {"per_device": jobs, "most": jobs or 1}
+        kind: Any = Local
+    else:
+        own = dict(settings)
+        kind = get_class(own.pop("_target_"))
     if not hasattr(kind, "survives"):
         problem = f"is {chosen}, a plugin of Hydra's, and runner starts its jobs itself"
         raise UserError("hydra/launcher", problem, "basic, pool, slurm or ray", REPLACED.get(chosen, ""))
@@ -120,5 +113,7 @@ def _launcher(command: Composition) -> Launcher:
     except TypeError as error:
         raise UserError("hydra.launcher", str(error)) from error
     if isinstance(launcher, Local):
-        launcher.prepare(_preload(command.values))
+        # What not every job has to import then
+        targets = " ".join(str(value) for key, value in walk(command.values) if key.endswith("_target_"))
+        launcher.prepare([_PRELOADED, *(module for name, module in _SLOW.items() if name in targets)])
     return launcher

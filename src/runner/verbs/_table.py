@@ -1,14 +1,20 @@
-"""The verbs of the command line: a new one is an entry here and the module that the entry names. Imports nothing heavy."""
+"""The verbs of the command line: a new one is an entry here and the module that it names. Also their words and errors.
+
+Imports nothing heavy.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from runner.base.errors import UserError
+from runner.base.secrets import mask_text
 from runner.config.sources import Sources
+from runner.tracking.formats import clean
 
 _NOT_PLAIN = frozenset("[](){}'\"")
 _JSON = {"--json": "json=true", "json=-": "json=true"}
@@ -212,3 +218,8 @@ def sources_and_words(verb: str, argv: Sequence[str], other_flags: bool = False)
     """The folders to search (`--config-dir DIR`) and the words that are not flags; arguments as `split_words` takes them."""
     words, given = split_words(verb, argv, {"--config-dir": "DIR", "-cd": "DIR"}, other_flags)
     return Sources([Path(folder) for _, folder in given]), words
+
+
+def print_error(text: str) -> None:
+    """Print an error to standard error, without secrets and control characters."""
+    print(f"error: {mask_text(clean(text))}", file=sys.stderr)
