@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections import UserList
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -159,7 +159,7 @@ def runs(*places: Place) -> Runs:
     Raises:
         UserError: if a place does not exist or holds no run.
     """
-    return Runs(*find_runs(_paths(places) or [OUTPUTS]))
+    return Runs(*find_runs([*_paths(places)] or [OUTPUTS]))
 
 
 def report(
@@ -241,17 +241,13 @@ def report(
     return result
 
 
-def _paths(places: Iterable[Any]) -> list[str | Path]:
+def _paths(places: Iterable[Any]) -> Iterator[str | Path]:
     """The paths that are meant by paths, runs and lists of them."""
-    found: list[str | Path] = []
     for place in places:
-        if isinstance(place, Run):
-            found.append(place.path)
-        elif isinstance(place, str | Path):
-            found.append(place)
+        if isinstance(place, str | Path | Run):
+            yield place.path if isinstance(place, Run) else place
         else:
-            found += _paths(place)
-    return found
+            yield from _paths(place)
 
 
 def _frame(rows: list[dict[str, Any]]) -> Any:
