@@ -48,12 +48,14 @@ class Runs(UserList[Run]):
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time."""
+        import pandas
+
         keys = differing_keys(self.data) if self.data else []
         rows = []
         for run in self.data:
             row = {"run": str(run.path), "status": run.status, **{key: run.value(key) for key in keys}}
             rows.append(row | run.metrics | run.speed | {"time_s": run.value("time_s"), "error": run.error})
-        return _frame(rows)
+        return pandas.DataFrame(rows)
 
     def _repr_html_(self) -> str:
         return "".join(table._repr_html_() for table in make_tables(self.data)[1:]) if self.data else "no runs"
@@ -104,8 +106,10 @@ class Report:
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame: a row for each setting, with mean and deviation."""
+        import pandas
+
         head, lines = self.table.plain()
-        return _frame([dict(zip(head, line, strict=True)) for line in lines])
+        return pandas.DataFrame([dict(zip(head, line, strict=True)) for line in lines])
 
     def to_json(self) -> dict[str, Any]:
         """The table and the runs, ready for JSON."""
@@ -248,15 +252,6 @@ def _paths(places: Iterable[Any]) -> Iterator[str | Path]:
             yield place.path if isinstance(place, Run) else place
         else:
             yield from _paths(place)
-
-
-def _frame(rows: list[dict[str, Any]]) -> Any:
-    """A pandas DataFrame; raises `UserError` if pandas is not installed."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError("to_pandas needs the package pandas", "", "pip install pandas") from error
-    return pandas.DataFrame(rows)
 
 
 _WIDEST_CELL = 40
