@@ -203,7 +203,7 @@ BUDGET = {
     "distributed": 654,
     "engine": 3_021,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_105,
+    "lab": 6_024,
     "launch": 970,
     "models": 1_308,
     "optim": 1_298,

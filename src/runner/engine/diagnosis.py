@@ -20,8 +20,6 @@ from runner.instrument.nested import fields_of, first_tensor, tensors_in
 from runner.instrument.no_trace import no_trace, uncompiled
 from runner.instrument.observer import Observer, module_label
 
-_NAMED = 8  # names that a sentence lists
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -69,7 +67,7 @@ def _cause_before(state: TrainState, batch: Batch) -> str:
         if samples := nonfinite_samples(field, batch.indices):
             return f"the {name} of {samples} have values that are not finite"
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(local(parameter))]
-    return f"weights are not finite: {_listed(wrong)}" if wrong else ""
+    return f"weights are not finite: {listed(wrong)}" if wrong else ""
 
 
 def _cause_in_passes(trains: Step, batch: Batch) -> str:
@@ -93,7 +91,7 @@ def _cause_in_passes(trains: Step, batch: Batch) -> str:
         return f"the loss is {value}" + (f", and the outputs for {samples}" if samples else "")
     loss.backward()  # type: ignore[no-untyped-call]
     wrong = [name for name, parameter in state.named_parameters() if not is_finite(parameter.grad)]
-    return f"outputs and loss are finite ({value:.4g}), the gradients of {_listed(wrong)} are not" if wrong else ""
+    return f"outputs and loss are finite ({value:.4g}), the gradients of {listed(wrong)} are not" if wrong else ""
 
 
 def watch_finite(state: TrainState) -> None:
@@ -129,10 +127,10 @@ def nonfinite_samples(values: Tensor, indices: Tensor) -> str:
     if not values.is_floating_point() or values.shape[:1] != indices.shape:
         return ""
     wrong = indices[~values.flatten(1).isfinite().all(1) if values.ndim > 1 else ~values.isfinite()].tolist()
-    return f"sample{'s' * (len(wrong) > 1)} {_listed(wrong)}" if wrong else ""
+    return f"sample{'s' * (len(wrong) > 1)} {listed(wrong)}" if wrong else ""
 
 
-def _listed(names: Sequence[object]) -> str:
-    """The first few names, and how many more there are."""
-    more = len(names) - _NAMED
-    return ", ".join(map(str, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
+def listed(names: Sequence[object], most: int = 8) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")

@@ -77,8 +77,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
         with report.counting("audit", 2) as begin:
             for name, settings in zip("ab", sides, strict=True):
                 begin()
-                own = [f"{key}={text_of(value)}" for key, value in settings.items()]
-                folders.append(run_short([*words, *own], Path(scratch) / name))
+                folders.append(run_short(words, settings, Path(scratch) / name))
         record, warnings = compare(str(folders[0]), str(folders[1]), root)
     if start is not None and record["step"] == start.contents["position"]["global_step"]:
         allowed = "an earlier checkpoint, or a larger epochs or max_steps"

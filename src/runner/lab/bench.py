@@ -24,7 +24,6 @@ from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.load import problems_with
 from runner.config.schema.verbs import Bench, Toggle
-from runner.config.space import text_of
 from runner.config.targets import called
 from runner.config.validate import shown
 from runner.data.workers import WorkerLoader
@@ -313,8 +312,7 @@ def _measure(
         # The config of a checkpoint is measured with new weights
         written = Path(scratch) / "conf"
         words = words_of(composition, Bench, *quiet) if composition else words_from(config, written, *quiet)
-        settings = [f"{key}={text_of(value)}" for key, value in result.candidate.settings.items()]
-        run_short([*words, *settings], Path(scratch) / "run")
+        run_short(words, result.candidate.settings, Path(scratch) / "run")
         if not target.is_file():
             raise UserError("the run ended before it was measured")
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))

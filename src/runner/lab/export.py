@@ -102,7 +102,7 @@ def _quiet() -> Iterator[None]:
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # Deprecations of torch and onnxscript inside each other, which differ by release.
+            # Deprecations of torch and onnxscript inside each other, which differ by release, and of TorchScript as a whole.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", FutureWarning)
             yield
@@ -129,12 +129,9 @@ class _OnnxModel(nn.Module):
 
 
 def _torchscript(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
-    with warnings.catch_warnings():
-        # torch deprecates it as a whole, which the verb reports itself; and a tracer's doubts about Python values
-        # are resolved by the comparison at several batch sizes.
-        warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", message=r"`?torch\.jit\.", category=FutureWarning)
-        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
+    with _quiet():
+        # The comparison at several batch sizes resolves a tracer's doubts about Python values.
+        warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
         traced: Any = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
         content = io.BytesIO()
         torch.jit.save(traced, content)
@@ -155,10 +152,7 @@ _CPU = torch.device("cpu")
 
 
 def run(composition: Composition) -> float:
-    """Export a checkpoint; returns the largest relative difference of any format, for sweepers.
-
-    Exits with status 1 if a format differs from the model by more than `tolerance`.
-    """
+    """Export a checkpoint; returns the largest relative difference of any format, and exits with 1 if it exceeds `tolerance`."""
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Export, from_checkpoint.MODEL)
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
@@ -250,19 +244,12 @@ def _written(name: str, model: nn.Module, images: Tensor, path: Path) -> nn.Modu
 @torch.inference_mode()
 def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tensor]) -> list[dict[str, Any]]:
     """Outputs of an exported model beside those of the model itself, at each batch size."""
-    found = []
+    found = list[dict[str, Any]]()
     for images in batches:
         expected, got = model(images).double(), exported(images).double()
         difference = float((expected - got).abs().max()) if expected.shape == got.shape else math.inf
-        found.append(
-            {
-                "format": name,
-                "batch_size": len(images),
-                "max_abs": difference,
-                # As a share of the largest output, or of 1 if that is larger.
-                "max_rel": difference / max(1.0, float(expected.abs().max())),
-            }
-        )
+        share = difference / max(1.0, float(expected.abs().max()))  # of the largest output, or of 1 if that is larger
+        found.append({"format": name, "batch_size": len(images), "max_abs": difference, "max_rel": share})
     return found
 
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,10 @@ def words_from(config: Train, folder: Path, *others: str) -> list[str]:
     return [f"--config-dir={folder}", "--config-name=short_run", *quiet, *others]
 
 
-def run_short(words: Sequence[str], folder: Path) -> Path:
-    """Train with these words into a new folder, the run directory, which is returned; a `UserError` says why the run failed."""
-    command = [sys.executable, "-m", "runner", "train", *words, f"hydra.run.dir={text_of(str(folder))}"]
+def run_short(words: Sequence[str], settings: Mapping[str, Any], folder: Path) -> Path:
+    """Train with words and keys into a new folder, the run directory, which is returned; a `UserError` says why the run failed."""
+    others = [f"{key}={text_of(value)}" for key, value in {**settings, "hydra.run.dir": str(folder)}.items()]
+    command = [sys.executable, "-m", "runner", "train", *words, *others]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         # All lines of its error, or the last line of a traceback

@@ -57,14 +57,13 @@ def run(composition: Composition) -> float:
 def _show(report: Report, rate: FoundRate, folder: Path) -> None:
     curve, found = rate.curve, rate.suggestions
     edge = "the last rate tried" if rate.warning else "too high to train with: the loss rises above it"
-    rates = [
-        ("steepest fall", found.steepest, ""),
-        ("a tenth of the lowest", found.tenth, ""),
-        ("a fifth of the edge", found.fifth, "<- recommended"),
-        ("lowest loss", found.lowest, ""),
-        ("edge", found.edge, edge),
+    rows = [
+        ["steepest fall", f"{found.steepest:.2g}", ""],
+        ["a tenth of the lowest", f"{found.tenth:.2g}", ""],
+        ["a fifth of the edge", f"{found.fifth:.2g}", "<- recommended"],
+        ["lowest loss", f"{found.lowest:.2g}", ""],
+        ["edge", f"{found.edge:.2g}", edge],
     ]
-    rows = [[name, f"{value:.2g}", note] for name, value, note in rates]
     report.table(f"{len(curve.rates)} steps, up to {curve.rates[-1]:.2g}", ["suggestion", "rate", ""], rows)
     if curve.stopped:
         report.line(f"ended early: {curve.stopped}")

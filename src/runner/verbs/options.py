@@ -125,10 +125,7 @@ def files_of(option: Option) -> list[Path]:
 
 
 def _explained(key: str, sources: Sources) -> list[str]:
-    """The lines of the files that give a key, or the keys inside it, with their comments; then the values that it may have.
-
-    Raises `UserError` if there is no such key.
-    """
+    """The lines of the files that give a key, or keys inside it, with comments; then its values; `UserError` if there is none."""
     from runner.config import keys
     from runner.config.schema import VERBS as SCHEMAS
 

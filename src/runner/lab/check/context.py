@@ -135,10 +135,7 @@ class CheckContext:
         return {name: targets.long() for name, targets in found.items() if is_classes(targets)}
 
     def read(self, split: str, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Samples of a split by their indices in the data set, prepared as for an evaluation.
-
-        The epoch matters only for random transforms.
-        """
+        """Samples of a split by their indices in the data set, prepared as for an evaluation; random transforms draw by epoch."""
         data, dataset = self.splits.eval_split(split), self.splits.parts[split][0]
         assert data is not None
         seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms, pairs=not self.whole)

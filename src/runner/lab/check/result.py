@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from runner.engine.diagnosis import listed
+
 Run = TypeVar("Run", bound=Callable[[Any], Any])
 
 GROUPS = ("data", "labels", "samples", "batches", "baselines", "outputs", "model", "loss", "step", "settings")
@@ -69,6 +71,7 @@ def need(condition: object, reason: str) -> None:
 passed = functools.partial(Result, "pass")  # with evidence; nothing is wrong
 warned = functools.partial(Result, "warn")  # with evidence and a fix; something is unusual, or wrong in most cases
 failed = functools.partial(Result, "fail")  # with evidence and a fix; something is wrong
+join_names = functools.partial(listed, most=3)  # the first names, and the number of the others
 
 
 def graded(evidence: str, fix: str, *, fail: bool = False, warn: bool = False) -> Result:
@@ -80,12 +83,6 @@ def none_of(names: Sequence[str], what: str, fix: str, otherwise: str, *, warn: 
     """Passed if there are no names; else failed, or warned: their number, what is wrong with them, and the first of them."""
     evidence = f"{len(names)} {what}: {join_names(names)}" if names else otherwise
     return graded(evidence, fix, fail=bool(names) and not warn, warn=bool(names))
-
-
-def join_names(names: Sequence[object], most: int = 3) -> str:
-    """The first names separated by commas, and the number of the others."""
-    more = len(names) - most
-    return ", ".join(map(str, names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)

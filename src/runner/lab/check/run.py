@@ -46,10 +46,7 @@ CHECKS = tuple(sorted(REGISTERED, key=lambda each: GROUPS.index(each.group)))
 
 
 def run(composition: Composition) -> float:
-    """Run the checks and report them.
-
-    Exits with status 1 if a check failed; a job of a sweep returns the number of failed checks instead.
-    """
+    """Run the checks and report them; exits with status 1 if some failed, while a job of a sweep returns how many."""
     began = time.monotonic()
     config, found = config_and_checkpoint(composition, Settings, "best")
     # An unknown name of a check is refused before anything is built
@@ -154,10 +151,7 @@ def run_check(each: Check, context: CheckContext, errors: dict[str, str]) -> Res
 
 
 def images_seen(context: CheckContext) -> dict[str, dict[str, Any]]:
-    """By split how many `samples` it has, how many were `read`, and how many of these each of the `classes` has.
-
-    Empty if no check needed an image.
-    """
+    """For each split, if any check needed an image: how many `samples` it has, how many were `read`, and how many by class."""
     found: dict[str, dict[str, Any]] = {}
     for split, stats in vars(context).get("stats", {}).items():
         known = len(stats.targets) and is_classes(stats.targets)
@@ -183,7 +177,7 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
     for split, of_split in seen.items():
         line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} samples of {split}", of_split["classes"]
         fewest = [f"{name} {classes[name]:,}" for name in sorted(classes, key=classes.__getitem__)]
-        console.line(f"{line}: {join_names(fewest, _MOST_CLASSES)}" if classes else line)
+        console.line(f"{line}: {join_names(fewest, most=_MOST_CLASSES)}" if classes else line)
     words = {"fail": "failed", "warn": "warned", "pass": "passed", "skip": "skipped"}
     listed = {status: f" ({', '.join(found)})" if status in ("fail", "warn") else "" for status, found in names.items()}
     counts = [f"{len(found)} {words[status]}{listed[status]}" for status, found in names.items() if found]

@@ -284,9 +284,7 @@ def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
 
 def shape_text(shape: Sequence[int] | None) -> str:
     """`32x8x8`; `scalar` for no axes; empty for None."""
-    if shape is None:
-        return ""
-    return "x".join(str(size) for size in shape) if shape else "scalar"
+    return "" if shape is None else "x".join(map(str, shape)) or "scalar"
 
 
 def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:

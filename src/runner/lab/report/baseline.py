@@ -56,19 +56,12 @@ class Measure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs compared with a baseline.
+    """Runs compared with a baseline."""
 
-    Attributes:
-        worse: whether anything got worse.
-        measures: every comparison.
-        reasons: what got worse, with what differs in settings and environment.
-        notes: what was not compared, and why.
-    """
-
-    worse: bool
-    measures: list[Measure]
-    reasons: list[str]
-    notes: list[str]
+    worse: bool  # whether anything got worse
+    measures: list[Measure]  # every comparison
+    reasons: list[str]  # what got worse, with what differs in settings and environment
+    notes: list[str]  # what was not compared, and why
 
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:

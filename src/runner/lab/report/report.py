@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections import UserList
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,12 +48,14 @@ class Runs(UserList[Run]):
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time."""
+        import pandas
+
         keys = differing_keys(self.data) if self.data else []
         rows = []
         for run in self.data:
             row = {"run": str(run.path), "status": run.status, **{key: run.value(key) for key in keys}}
             rows.append(row | run.metrics | run.speed | {"time_s": run.value("time_s"), "error": run.error})
-        return _frame(rows)
+        return pandas.DataFrame(rows)
 
     def _repr_html_(self) -> str:
         return "".join(table._repr_html_() for table in make_tables(self.data)[1:]) if self.data else "no runs"
@@ -104,8 +106,10 @@ class Report:
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame: a row for each setting, with mean and deviation."""
+        import pandas
+
         head, lines = self.table.plain()
-        return _frame([dict(zip(head, line, strict=True)) for line in lines])
+        return pandas.DataFrame([dict(zip(head, line, strict=True)) for line in lines])
 
     def to_json(self) -> dict[str, Any]:
         """The table and the runs, ready for JSON."""
@@ -159,7 +163,7 @@ def runs(*places: Place) -> Runs:
     Raises:
         UserError: if a place does not exist or holds no run.
     """
-    return Runs(*find_runs(_paths(places) or [OUTPUTS]))
+    return Runs(*find_runs([*_paths(places)] or [OUTPUTS]))
 
 
 def report(
@@ -241,26 +245,13 @@ def report(
     return result
 
 
-def _paths(places: Iterable[Any]) -> list[str | Path]:
+def _paths(places: Iterable[Any]) -> Iterator[str | Path]:
     """The paths that are meant by paths, runs and lists of them."""
-    found: list[str | Path] = []
     for place in places:
-        if isinstance(place, Run):
-            found.append(place.path)
-        elif isinstance(place, str | Path):
-            found.append(place)
+        if isinstance(place, str | Path | Run):
+            yield place.path if isinstance(place, Run) else place
         else:
-            found += _paths(place)
-    return found
-
-
-def _frame(rows: list[dict[str, Any]]) -> Any:
-    """A pandas DataFrame; raises `UserError` if pandas is not installed."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError("to_pandas needs the package pandas", "", "pip install pandas") from error
-    return pandas.DataFrame(rows)
+            yield from _paths(place)
 
 
 _WIDEST_CELL = 40

@@ -59,21 +59,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of runs.
+    """A table of runs."""
 
-    Attributes:
-        keys: config keys that differ, or those that were asked for.
-        metrics: names of metrics.
-        rows: the best first.
-        folded: whether repetitions are folded.
-        metric: what the rows are sorted by; None if no run has a monitored metric.
-    """
-
-    keys: tuple[str, ...]
-    metrics: tuple[str, ...]
-    rows: tuple[Row, ...]
-    folded: bool
-    metric: str | None
+    keys: tuple[str, ...]  # config keys that differ, or those that were asked for
+    metrics: tuple[str, ...]  # their names
+    rows: tuple[Row, ...]  # the best first
+    folded: bool  # whether repetitions are folded
+    metric: str | None  # what the rows are sorted by; None if no run has a monitored metric
 
     @property
     def head(self) -> list[str]:

@@ -279,7 +279,7 @@ def class_ids(context: CheckContext) -> Result:
     what = "there are no masks of classes, all pixels are ignored, or the task has no num_classes"
     need(count is not None and values, what)
     assert count is not None
-    evidence = f"values {join_names(values, 12)} in {len(masks):,} masks; "
+    evidence = f"values {join_names(values, most=12)} in {len(masks):,} masks; "
     evidence += f"task.num_classes={count} and ignore_index={ignored}"
     if values[0] >= 1 and values[-1] == count:
         return failed(evidence, "subtract 1: classes of pixels are counted from 0")
