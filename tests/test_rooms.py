@@ -207,7 +207,7 @@ BUDGET = {
     "launch": 997,
     "models": 1_308,
     "optim": 1_214,
-    "run": 3_813,
+    "run": 3_807,
     "runtime": 1_355,
     "sweeps": 1_864,
     "tasks": 770,
