@@ -30,7 +30,7 @@ from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
-from runner.run.probe import FirstSamples, probe, unsaved
+from runner.run.probe import probe, send, try_one, unsaved
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
@@ -82,14 +82,15 @@ def build_run(
     monitor = choose_monitor(config, task)
 
     # Initial weights, which a checkpoint brings along, and what is frozen
-    image, samples = example_input(data), FirstSamples(task, model, loss, data)
+    image, trial = example_input(data), (task, model, loss, data)
     initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
     freezing = freeze(config, model, image)
-    samples.try_one(freezing, length.plan, 1 if config.sync_batchnorm else world().size)
+    sharing = 1 if config.sync_batchnorm else world().size
+    try_one(*trial, freezing=freezing, plan=length.plan, ranks=sharing)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds
-        toggled = toggle(config, model_of(model), loss, precision, samples.send)
+        toggled = toggle(config, model_of(model), loss, precision, functools.partial(send, *trial))
     warnings += unsaved(task, attributes.restore())
 
     # From here on, a rank may have a part of each weight

@@ -230,4 +230,4 @@ def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(
 def test_a_file_in_the_way_of_the_folder_is_a_mistake(run: Callable[..., Any], workdir: Path) -> None:
     (workdir / "file").write_text("")
     result = run(*SMALL, "output=file/there")
-    assert (result.status, result.err.startswith("error: output: cannot make the folder")) == (2, True)
+    assert (result.status, result.err.startswith("error: output: cannot write")) == (2, True)

@@ -35,12 +35,13 @@ def opened(path, *words):
 def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path):
     parent = tmp_path / "new" / "parent"
     code = (
-        "import sys\n"
+        "import sys, time\n"
         "from pathlib import Path\n"
         "from runner.run.directory import claim\n"
+        "time.strftime = lambda _: '2026-11-20_10-31-07'\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
-        f"for _ in range(25): print(claim(Path({str(parent)!r}), '2026-11-20_10-31-07').name)\n"
+        f"for _ in range(25): print(claim(Path({str(parent)!r})).name)\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen([sys.executable, "-c", code], **pipes) for _ in range(4)]
@@ -56,7 +57,7 @@ def test_processes_that_claim_at_the_same_time_never_share_a_directory(tmp_path)
 
 def test_a_parent_that_is_a_file_is_told_in_a_sentence(tmp_path):
     (tmp_path / "outputs").touch()
-    for make in (lambda path: claim(path, "x"), opened):
+    for make in (claim, opened):
         with pytest.raises(UserError, match=r"cannot write .*outputs"):
             make(tmp_path / "outputs")
 

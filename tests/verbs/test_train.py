@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def test_a_logger_whose_methods_raise_costs_a_warning_each(
         [line] = [
             each for each in (result.out + result.err).splitlines() if f"warning: logger.bad: {method} raised " in each
         ]
-        assert f"{workdir / 'bad_logger.py'}, line " in line
+        assert re.search(r"\(bad_logger.py:\d\); the run continues", line)
 
 
 def test_a_second_run_in_a_process_does_not_keep_the_objects_of_the_first(train: Any) -> None:

@@ -164,8 +164,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def with_place(error: BaseException) -> str:
+    """The class and the first line of an error, with the last line of user code in its traceback."""
+    place = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in own_frames(error)[-1:])
+    return f"{type(error).__name__}: {first_line(error)}{place}"
+
+
 @functools.cache
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Tell whether a source file is user code: neither of this program, nor installed, nor generated."""
     program = Path(__file__).resolve().parents[1]
     library = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib")]
     path = Path(file).resolve()
@@ -175,7 +182,7 @@ def _is_own(file: str) -> bool:
 
 def own_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of user code that an error passed through, the innermost one last; or those of what caused it."""
-    found = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_own(frame.filename)]
+    found = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
     return found or (own_frames(error.__cause__) if error.__cause__ is not None else [])
 
 

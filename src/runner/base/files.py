@@ -136,21 +136,13 @@ def _special(path: Path) -> BinaryIO | None:
 
 
 def write_atomically(path: Path, data: bytes, *, named: bool = False) -> None:
-    """Make `path` hold `data`, as `replacing` does.
-
-    Raises:
-        UserError: the file cannot be written; the old content is untouched.
-    """
+    """Make `path` hold `data`, as `replacing` does, with its errors; after one the old content is untouched."""
     with replacing(path, named=named) as file, writing(path):
         file.write(data)
 
 
 def append(file: FileIO, data: bytes) -> None:
-    """Append all of `data` to an unbuffered file, so that a kill of this process loses nothing.
-
-    Raises:
-        UserError: it cannot be written.
-    """
+    """Append all of `data` to an unbuffered file, so that a kill of this process loses nothing; errors as of `writing`."""
     with writing(Path(file.name)):
         rest = memoryview(data)
         while rest:  # an unbuffered write may take a part only, as on a disk that is nearly full

@@ -103,6 +103,11 @@ def digits(text: str) -> str:
     return text
 
 
+def is_true(value: Any) -> bool:
+    """Tell whether a value of a composed config is true, also as a text, which quotes and environment variables make of it."""
+    return str(value).lower() in ("true", "t", "yes", "y", "on", "1", "1.0")
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Tell whether a value of a file is a finite number, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63
@@ -113,17 +118,13 @@ def number_or_none(value: Any) -> float | None:
     return value if is_number(value) else None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if it cannot be read."""
-    return _object(path) or {}
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The content of `folder/summary.json`, or None if there is none that can be read."""
-    return _object(folder / "summary.json")
+    return read_json(folder / "summary.json")
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file, or None if it cannot be read."""
     try:
         found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from runner.base import signals
-from runner.base.truth import is_true
+from runner.base.reading import is_true
 
 _PATIENCE_S = 60.0  # for an answer of SLURM
 
@@ -48,11 +48,7 @@ def early_warnings() -> Iterator[None]:
 
 
 def warned(values: Mapping[str, Any]) -> bool:
-    """Tell whether SLURM warned this process by one of the signals that ask for a requeue.
-
-    Args:
-        values: a composed config.
-    """
+    """Tell whether SLURM warned this process by one of the signals that a composed config has a requeue for."""
     wanted = values.get("slurm") or {}
     named = wanted.get("signal") or []
     names = {f"SIG{name}" for name in ([named] if isinstance(named, str) else named)}

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from runner.base.errors import UserError, first_line, own_frames
+from runner.base.errors import UserError, with_place
 from runner.data.bad_samples import BadSample, ReplacementSampler, path_of
 from runner.data.sample_rng import preserved_rng, seed_generators
 from runner.data.sampler import sample_of
@@ -111,7 +110,7 @@ class SeededDataset(Dataset[Any]):
                 raise
             raise UserError("", str(error), _SKIP) from error
         except Exception as error:
-            name, why = self._name(index), _located(error)
+            name, why = self._name(index), with_place(error)
             # A path finds the file faster than the number of a sample
             if (path := path_of(self.dataset, index)) is not None and path not in why:
                 name = f"{name}, {path},"
@@ -128,13 +127,6 @@ class SeededDataset(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
-
-
-def _located(error: Exception) -> str:
-    """An error in one line, with the last line of user code in its traceback."""
-    own = own_frames(error)
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {first_line(error)}{place}"
 
 
 def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:
@@ -223,7 +215,7 @@ class Collate:
         except Exception as error:
             if SHARED_MEMORY in str(error):  # there is no room for a batch, whoever makes it
                 raise
-            raise UserError("data.collate", f"cannot make a batch of samples: {_located(error)}") from error
+            raise UserError("data.collate", f"cannot make a batch of samples: {with_place(error)}") from error
         data = _plain(tuple(data) if type(data) is list else data)
         return Read(data, tuple(getattr(items, "skipped", ())))
 

@@ -29,17 +29,15 @@ class Occupied(UserError):
     """Another process writes into a folder."""
 
 
-def timestamp() -> str:
-    """The local time in names of directories, such as `2026-11-20_10-31-07`."""
-    return time.strftime("%Y-%m-%d_%H-%M-%S")
+def claim(parent: Path, kind: str = "") -> Path:
+    """Create and return a new directory in `parent`, named after the local time, such as `2026-11-20_10-31-07`.
 
-
-def claim(parent: Path, stamp: str, kind: str = "") -> Path:
-    """Create and return a new directory `parent/stamp`, or `stamp_1`, `stamp_2`, ... if the name is taken; `kind` ends the name.
+    `_1`, `_2`, ... is added to a name that is taken, and `kind` to any.
 
     Creating a directory is atomic, so that two processes, or two machines on one file system, never get the same one. Raises
     `UserError` if it cannot be created.
     """
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
         make_folder(parent)
         for path in (parent / (stamp + f"_{count}" * bool(count) + kind) for count in itertools.count()):

@@ -26,7 +26,7 @@ from runner.engine.freezing import Freezing, Frozen
 from runner.engine.state import list_problems
 from runner.instrument.nested import kind_of
 from runner.instrument.no_trace import evaluating
-from runner.models.heads import Head, HeadNotFound, find_head, replace_head
+from runner.models.heads import Head, HeadNotFound, find_head
 from runner.models.initial import draw_weights, set_prior, whiten, zero_last_norms
 from runner.runtime.determinism import refusal
 
@@ -95,12 +95,6 @@ def explaining(key: str, problem: str, allowed: str = "") -> Iterator[None]:
     except Exception as error:  # a bug, which another setting does not cure
         error.add_note(f"while {key} was tried on one sample")
         raise
-
-
-def give_head(model: nn.Module, setting: str | list[int], outputs: int, image: Tensor) -> None:
-    """Replace the head of a model: `linear`, hidden layers of the widths given, or `none`; raises as `head_of`."""
-    hidden = None if setting == "none" else [] if isinstance(setting, str) else setting
-    replace_head(model, head_of(model, image, "model.head"), hidden, outputs)
 
 
 def head_of(model: nn.Module, image: Tensor, key: str) -> Head:

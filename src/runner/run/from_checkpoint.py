@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
+from runner.base.files import writing
 from runner.checkpoint import find
 from runner.checkpoint.weights import loss_of, part_with, weights_of
 from runner.config import stored
@@ -26,7 +27,7 @@ from runner.data.module import DataModule, SplitData, callables
 from runner.data.transforms.augment import Pipeline
 from runner.engine.state import load_task, load_weights
 from runner.engine.tta import TTAModel, views_named
-from runner.run.directory import claim, timestamp
+from runner.run.directory import claim
 from runner.run.finetune import explaining
 from runner.run.model import DataFacts, KnownData, build_model, build_modules, build_task, num_classes_of, prepared
 from runner.run.run import choose_hardware
@@ -278,9 +279,7 @@ def output_folder(output: str | None, default: Path | None, root: str, kind: str
     """The folder to write into, created if needed: `output`, else `default`, else a new dated one in `root`/`kind`."""
     folder = Path(output) if output is not None else default
     if folder is None:
-        return claim(Path(root) / kind, timestamp())
-    try:
+        return claim(Path(root) / kind)
+    with writing(folder, "output"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError("output", f"cannot make the folder {folder}: {error.strerror}") from error
     return folder

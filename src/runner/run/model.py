@@ -23,8 +23,9 @@ from runner.data.bad_samples import path_of
 from runner.data.module import DataModule
 from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
+from runner.models.heads import replace_head
 from runner.optim.losses import CrossEntropy, Focal
-from runner.run.finetune import Modules, explaining, give_head
+from runner.run.finetune import Modules, explaining, head_of
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
@@ -169,7 +170,8 @@ def build_model(
         if not isinstance(model, nn.Module):
             raise UserError("model._target_", f"{target} gives a {type(model).__name__}", "a torch.nn.Module")
         if head is not None:
-            give_head(model, head, facts["num_classes"], image())
+            hidden = None if head == "none" else [] if isinstance(head, str) else head
+            replace_head(model, head_of(model, image(), "model.head"), hidden, facts["num_classes"])
     return model
 
 

@@ -174,9 +174,8 @@ def _built(
         allowed = f"null for {key}.no_decay, {key}.lr_mult and {key}.layer_decay, or another optimizer"
         raise UserError(key, problem, allowed)
     # Rates are scaled here once, and the schedule multiplies the result
-    scale, base = 1.0, extras.lr_base_batch_size
-    if base is not None:  # the linear scaling rule of Goyal et al., 2017
-        scale = config.data.samples_a_batch * config.accumulate / base
+    base = extras.lr_base_batch_size  # for the linear scaling rule of Goyal et al., 2017
+    scale = 1.0 if base is None else config.data.samples_a_batch * config.accumulate / base
     for group in optimizer.param_groups:
         group["lr"] *= scale * group.get("lr_mult", 1.0)
         group["initial_lr"] = group["lr"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         allowed = f"a tensor of shape (1, {outputs}), one output per class or number"
         raise UserError("model", f"gives {got} for one image", allowed)
-    with evaluating(model, loss), explaining("loss", "", _FITTING):
+    with evaluating(model, loss), explaining("loss", ""):
         scalar("loss", "gives", loss(logits, task.targets(data.example[1])))
 
 
@@ -86,7 +86,7 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     """The loss of two samples as in training, or of one if batches have one."""
     copies = min(2, data.train.loader.batch_size, data.train.samples)
     images, targets = (each.expand(copies, *each.shape[1:]) for each in data.example)
-    indices, fits = indices_for(images), explaining("loss", "", _FITTING)
+    indices, fits = indices_for(images), explaining("loss", "")
     with explaining("transform.train", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):
         images = data.train.prepare(images, indices, 0)
     if data.train.mix is not None:
@@ -108,7 +108,6 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     yield value
 
 
-_FITTING = "a loss that fits the task and its targets"
 _MIXABLE = "transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
 _ANOMALY = "detect_anomaly=true dry_run=true, which shows the operation of the forward pass"
 _EVALUATES = "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
@@ -155,29 +154,22 @@ def unsaved(task: Task, changed: list[str]) -> list[str]:
     return [f"{which}: keep them in buffers of a module, or define state_dict and load_state_dict"]
 
 
-class FirstSamples(NamedTuple):
-    """Sends copies of the first training samples through the model."""
+def send(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, samples: int) -> Any:
+    """Send copies of the first training samples through the model as training does; what is returned holds the graph."""
+    batch = data.example_batch(samples)
+    return model_of(model)(batch.images) if data.pairs else steps_of(task, model, loss)(batch.data)
 
-    task: Task
-    model: nn.Module
-    loss: nn.Module
-    data: DataModule
 
-    def send(self, samples: int) -> Any:
-        """Send some as training does; what is returned holds the graph."""
-        batch = self.data.example_batch(samples)
-        if self.data.pairs:
-            return model_of(self.model)(batch.images)
-        return steps_of(self.task, self.model, self.loss)(batch.data)
-
-    def try_one(self, freezing: Freezing, plan: EpochPlan, ranks: int = 1) -> None:
-        """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
-        # The last batch is the smallest, so it decides
-        if plan.size(plan.batches - 1) // ranks > 1:
-            return
-        which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
-        which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
-        allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
-        failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
-        with failed, _training(self.model, self.loss), freezing.as_at(None):  # training everything asks for the most
-            steps_of(self.task, self.model, self.loss)(self.data.example_batch(1).data)
+def try_one(
+    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, plan: EpochPlan, ranks: int
+) -> None:
+    """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
+    # The last batch is the smallest, so it decides
+    if plan.size(plan.batches - 1) // ranks > 1:
+        return
+    which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
+    which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
+    allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
+    failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
+    with failed, _training(model, loss), freezing.as_at(None):  # training everything asks for the most
+        steps_of(task, model, loss)(data.example_batch(1).data)

@@ -67,10 +67,9 @@ def check_one_process(config: Train) -> None:
     Raises `ConfigError` if there are several, and the config asks for what needs a single one.
     """
     size = int(os.environ["WORLD_SIZE"]) if started_by_launcher() else count_ranks(config)
-    if size > 1:
-        several = f"there are {size} processes"
-        if problems := [Problem(*each) for each in needing_one_process(config, several)]:
-            raise ConfigError(problems)
+    problems = [Problem(*each) for each in needing_one_process(config, f"there are {size} processes")]
+    if size > 1 and problems:
+        raise ConfigError(problems)
 
 
 def device_of_rank(config: Train) -> torch.device:
@@ -164,11 +163,8 @@ def shard_model(
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the weights of a model among the ranks if `strategy` says so; see `runner.distributed.sharding.shard`.
 
-    Returns:
-        The parameters now, by those that they replace.
-
-    Raises:
-        UserError: if the ranks have different weights, or the settings do not fit model, device or number of ranks.
+    Returns the parameters now, by those that they replace. Raises `UserError` if the ranks have different weights, or the
+    settings do not fit model, device or number of ranks.
     """
     # DDP keeps the whole model on every rank
     if config.strategy != "fsdp":
@@ -183,8 +179,7 @@ def shard_model(
         raise UserError("strategy", "is fsdp, and the task adds modules to the model", "strategy=ddp")
     # Settings that torch refuses later, in its own words
     if ranks.size % settings.replicas:
-        allowed = f"a divisor of {ranks.size}, the number of processes"
-        raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the processes", allowed)
+        raise UserError("fsdp.replicas", f"is {settings.replicas}, which does not divide the {ranks.size} processes")
     if hardware.precision.scaler is not None:
         problem = "chose fp16 on this device, whose scaled loss strategy=fsdp does not support"
         raise UserError("amp", problem, "bf16 or false, or strategy=ddp")

@@ -32,7 +32,7 @@ from runner.config.schema.train import Train
 from runner.engine.errors import BadMetric
 from runner.engine.loop import Loop
 from runner.engine.state import TrainState
-from runner.run.directory import claim, hold, refuse_special_files, timestamp
+from runner.run.directory import claim, hold, refuse_special_files
 from runner.runtime.hardware_metrics import core_wait, waited_for_core
 from runner.tracking.console import Console
 from runner.tracking.environment import environment
@@ -154,7 +154,7 @@ class RunDirectory:
             self._new_folders = [folder for folder in (root / self.config.name, root) if not folder.exists()]
             reason = self._not_last(root)
             kind = "_debug" if reason.startswith("debug=") else "_limited" * bool(reason)
-            return claim(root / self.config.name, timestamp(), kind)
+            return claim(root / self.config.name, kind)
         # A run in a sweep's folder would mix with the jobs of its ledger
         if holds_sweep(path):
             raise UserError("hydra.run.dir", f"{path} holds a sweep", "another folder")

@@ -6,7 +6,6 @@ import copy
 import functools
 import hashlib
 import sys
-import sysconfig
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.base.errors import UserError, first_line, own_frames
+from runner.base.errors import UserError, is_own, with_place
 from runner.checkpoint import resume
 from runner.checkpoint.async_writer import AsyncWriter, Snapshot
 from runner.checkpoint.find import LoadedCheckpoint
@@ -273,9 +272,7 @@ def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
         except Exception as error:
             if method not in reported:
                 reported.add(method)
-                place = "".join(f" ({each.filename}, line {each.lineno})" for each in own_frames(error)[-1:])
-                problem = f"{method} raised {type(error).__name__}: {first_line(error)}{place}"
-                warn(f"logger.{name}: {problem}; the run continues")
+                warn(f"logger.{name}: {method} raised {with_place(error)}; the run continues")
 
     methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
     return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
@@ -292,10 +289,7 @@ def source_digests(config: Train) -> dict[str, str]:
     digests = {}
     for name in sorted(name for name in sys.modules if name.partition(".")[0] in packages):
         path = Path(getattr(sys.modules[name], "__file__", None) or "")
-        installed = {"site-packages", "dist-packages"} & {*path.parts} or path.is_relative_to(
-            sysconfig.get_path("stdlib")
-        )
-        if path.suffix == ".py" and path.is_file() and not installed:
+        if path.suffix == ".py" and path.is_file() and is_own(str(path)):
             digests[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digests
 

@@ -17,7 +17,7 @@ from runner.config.changes import changes_refused
 from runner.config.composition import Composition
 from runner.config.frozen import to_plain
 from runner.config.gone import words_without
-from runner.config.keys import key_of, within
+from runner.config.keys import at, key_of, within
 from runner.config.load import resolve_config, statistics_of_others
 from runner.config.output_folders import holds_run
 from runner.config.schema.train import Train
@@ -78,7 +78,12 @@ def to_continue(composition: Composition) -> tuple[Path | None, list[str]]:
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     unlike = _compared_with(composition)
-    return unfinished(composition.runs, lambda run: of_job in (None, _slurm_job(run)) and not unlike(run))
+
+    def same(run: Path) -> bool:
+        job = at(read_json(run / "environment.json"), "variables.SLURM_JOB_ID")
+        return of_job in (None, job) and not unlike(run)
+
+    return unfinished(composition.runs, same)
 
 
 def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[Path | None, list[str]]:
@@ -109,12 +114,6 @@ def unfinished(runs: Path, same: Callable[[Path], bool]) -> tuple[Path | None, l
         elif fits(run):
             return (None if any(map(fits, finished)) else run), skipped
     return None, skipped
-
-
-def _slurm_job(run: Path) -> str:
-    """The number of the SLURM job that a run began in; an empty string if there was none."""
-    variables = read_json(run / "environment.json").get("variables")
-    return str(variables.get("SLURM_JOB_ID", "")) if isinstance(variables, dict) else ""
 
 
 def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:

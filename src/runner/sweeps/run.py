@@ -16,15 +16,15 @@ from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.base.files import make_folder, writing
+from runner.base.reading import is_true
 from runner.base.secrets import mask_text, mask_words
-from runner.base.truth import is_true
 from runner.config.composition import Composition
 from runner.config.gone import warning
 from runner.config.keys import OF_THE_SWEEP, key_of, within
 from runner.config.output_folders import holds_run
 from runner.config.stored import differences
 from runner.launch.jobs import Ended, Job, Launcher, run
-from runner.run.directory import Occupied, claim, hold, timestamp, works
+from runner.run.directory import Occupied, claim, hold, works
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, Outcome, compared, outcome, outcome_of
 from runner.sweeps.plan import Plan, Planned, identity
 from runner.sweeps.rows import command_alone
@@ -68,7 +68,7 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
         raise UserError("sweep.dir", f"is {named}, and sweep.new is given too", "one of them")
     # Two processes with the same command at the same time must find one folder, not make two
     with contextlib.nullcontext() if named else _one_at_a_time(root):
-        folder = named or (None if new else _same_sweep(root, plan)) or claim(root, timestamp())
+        folder = named or (None if new else _same_sweep(root, plan)) or claim(root)
         if holds_run(folder):
             raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
         make_folder(folder)

@@ -122,14 +122,14 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
 
 def _run_each(verb: Verb, command: Composition) -> int:
     """Run the jobs of a verb that keeps no runs one after the other; returns the highest exit status."""
-    from runner.run.directory import claim, timestamp
+    from runner.run.directory import claim
     from runner.sweeps.plan import plan_of
 
     # Without a ledger, such a sweep is a loop: nothing is skipped or repeated
     command.refuse_keys_of_sweeps("is about jobs that train, and this verb keeps no ledger", "no such key")
     plan, values = plan_of(command), command.values
     root = Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"])
-    folder, status = command.place or claim(root, timestamp()), OK
+    folder, status = command.place or claim(root), OK
     for job in plan.jobs or ():
         print(f"job {job.number + 1} of {len(plan.jobs or ())}: {job.varied or 'as all others'}", flush=True)
         directory = folder / str(job.number)

@@ -107,7 +107,7 @@ def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
         raise UserError("data.dataset", problem, "another name for each class, in one line")
     options = {key: getattr(config, key) for key in ("shard_samples", "max_side", "quality", "seed")}
     manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe_of(config.data))}
-    begun = read_json(path)
+    begun = read_json(path) or {}
     if path.exists():
         for key, value in options.items():
             if begun.get(key) != value:

@@ -132,7 +132,7 @@ def _confusions(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
     """Confusion matrices that `eval` left in the directories of runs."""
     for run in runs:
         for path in sorted(run.path.glob("eval_*.json")):
-            content = read_json(path)
+            content = read_json(path) or {}
             matrix, classes = content.get("confusion"), list(content.get("per_class") or ())
             square = isinstance(matrix, list) and 0 < len(matrix) <= _CLASSES and len(classes) == len(matrix)
             if square and all(isinstance(row, list) and len(row) == len(classes) for row in matrix or ()):

@@ -126,7 +126,7 @@ class Run:
     @functools.cached_property
     def environment(self) -> dict[str, Any]:
         """The content of `environment.json`."""
-        return read_json(self.path / "environment.json")
+        return read_json(self.path / "environment.json") or {}
 
     def value(self, name: str) -> Any:
         """The value of a config key, a group of options, a metric or one of `SPECIAL`; None if the run has none.

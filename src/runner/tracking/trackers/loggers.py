@@ -57,7 +57,7 @@ class Tracker(Background):
         facts = {"settings": mask_values(self.settings), "config": hashlib.sha256(repr(kept).encode()).hexdigest()}
         self._path, self._facts = directory / "trackers" / f"{self.name}.json", facts
         if not self.uid:
-            old = read_json(self._path)
+            old = read_json(self._path) or {}
             settings, uid, sent = (old.get(key) for key in ("settings", "uid", "sent"))
             here = isinstance(settings, dict) and facts["settings"].items() <= settings.items() and uid
             # A directory may come from someone else

@@ -31,7 +31,7 @@ from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
-from runner.run.directory import claim, timestamp
+from runner.run.directory import claim
 from runner.run.evaluation import Predictions
 from runner.run.from_checkpoint import (
     MODEL,
@@ -84,7 +84,7 @@ def run(composition: Composition) -> float:
         # Only rank 0 writes; the others compute batches for it.
         path = Path(config.output or "predictions.csv") if main else Path(os.devnull)
         if main and config.output is None:
-            path = claim(Path(config.output_root) / "predictions", timestamp()) / path
+            path = claim(Path(config.output_root) / "predictions") / path
         if isinstance(rows, FieldRows):
             rows.path = path
         features_file = path.with_name(f"{path.stem}_features.npz") if layers and main else None
