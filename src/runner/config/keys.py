@@ -1,17 +1,20 @@
-"""Dotted keys: which ones the schema has and which values they take, and what lies under one in nested values."""
+"""Dotted keys: which ones the schema has and which values they take, and what lies under one in nested values and configs."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runner.base.errors import nearest
 from runner.config.schema.sections import HasTarget
-from runner.config.schema.train import Search
+from runner.config.schema.train import Search, Train
 from runner.config.synonyms import key_meant
+
+T = TypeVar("T", bound=Train)
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
 _TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # sections of other programs
@@ -154,6 +157,28 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         values.pop(last, None)
     else:
         values[last] = value
+
+
+def to_plain(config: Train) -> dict[str, Any]:
+    """The config as a new tree of plain containers, keys as in YAML, in the order of the schema."""
+    # `async_` is the field of the key `async`.
+    return dataclasses.asdict(
+        config, dict_factory=lambda pairs: {name.removesuffix("_"): value for name, value in pairs}
+    )
+
+
+def with_changes(config: T, changes: Mapping[str, Any]) -> T:
+    """The config with other values under dotted keys, such as `{"optimizer.lr": 0.1}`; the values are not validated."""
+    for key, value in changes.items():
+        config = _with(config, key, copy.deepcopy(value))
+    return config
+
+
+def _with(section: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    inside = section if isinstance(section, dict) else vars(section)
+    changed = {name: _with(inside[name], rest, value) if rest else value}
+    return section | changed if isinstance(section, dict) else dataclasses.replace(section, **changed)
 
 
 def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,8 +26,7 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config import keys, overrides
 from runner.config.app import REFUSALS, application, as_problem, merged_once, show
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain, with_changes
-from runner.config.keys import key_of, says, within
+from runner.config.keys import key_of, says, to_plain, with_changes, within
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.overrides import CheckedOverrides, check_overrides, parse_flags
 from runner.config.rules import conflicts

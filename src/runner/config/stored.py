@@ -18,9 +18,8 @@ from runner.base.errors import ConfigError, UserError, nearest
 from runner.base.secrets import mask_values, unmasked
 from runner.config.changes import other_run
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.gone import drop
-from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, put, says, within
+from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, put, says, to_plain, within
 from runner.config.load import PREPARATION, two_rates, validated
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train

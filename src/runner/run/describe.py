@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runner.config.changes import changes_result
-from runner.config.frozen import with_changes
+from runner.config.keys import with_changes
 from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data

@@ -22,7 +22,7 @@ from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
 from runner.checkpoint.weights import loss_of
 from runner.config import stored
-from runner.config.frozen import to_plain
+from runner.config.keys import to_plain
 from runner.config.schema.train import Train
 from runner.config.targets import build, targets_in
 from runner.data.dataset_fingerprint import class_changes, data_changes
