@@ -211,7 +211,7 @@ BUDGET = {
     "runtime": 1_355,
     "sweeps": 1_864,
     "tasks": 770,
-    "tracking": 1_952,
+    "tracking": 1_937,
     "verbs": 2_294,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""

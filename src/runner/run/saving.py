@@ -37,10 +37,10 @@ from runner.run.evaluation import Predictions
 from runner.run.interfaces import calls_of, require_methods
 from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
+from runner.tracking.background import MetricsBuffer
 from runner.tracking.environment import versions
 from runner.tracking.jsonl import copy_until
 from runner.tracking.loggers import JsonLines, Logger, Watched
-from runner.tracking.reporting import MetricsBuffer
 
 
 class Saving:
