@@ -195,7 +195,7 @@ def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_import
 
 
 BUDGET = {
-    ".": 830,
+    ".": 831,
     "base": 928,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_400,
     "config": 3_647,
@@ -209,9 +209,9 @@ BUDGET = {
     "optim": 1_214,
     "run": 3_836,
     "runtime": 1_355,
-    "sweeps": 1_864,
+    "sweeps": 1_862,
     "tasks": 770,
-    "tracking": 1_937,
+    "tracking": 1_933,
     "verbs": 2_294,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""

@@ -22,7 +22,7 @@ from runner.config.validate import shown
 from runner.lab.short_runs import Stopwatch, callback, run_short, words_of
 from runner.run.from_checkpoint import config_and_checkpoint
 from runner.tracking.formats import HARDWARE_METRICS, amount, number
-from runner.tracking.jsonl import read_records
+from runner.tracking.run_files import read_records
 from runner.tracking.verb_report import Report
 
 # Parts of a checkpoint that have to be the same, in the order in which one follows from the other.

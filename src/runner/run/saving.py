@@ -39,8 +39,8 @@ from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
 from runner.tracking.background import MetricsBuffer
 from runner.tracking.environment import versions
-from runner.tracking.jsonl import copy_until
 from runner.tracking.loggers import JsonLines, Logger, Watched
+from runner.tracking.run_files import copy_until
 
 
 class Saving:

@@ -18,7 +18,7 @@ from runner.base.errors import UserError
 from runner.base.files import append, writing
 from runner.base.secrets import mask_text
 from runner.tracking.formats import HARDWARE_METRICS, Line, aligned, amount, clean, duration, in_order, metric, wrapped
-from runner.tracking.progress_file import Progress, write_progress
+from runner.tracking.run_files import Progress, write_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
