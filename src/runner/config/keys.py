@@ -1,4 +1,4 @@
-"""Dotted keys: which ones the schema has and which values they take, and what lies under one in nested values and configs."""
+"""Dotted keys: those of the schema and their values, those of other programs, and what lies under one in nested values."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import dataclasses
 import functools
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runner.base.errors import nearest
 from runner.config.schema.sections import HasTarget
 from runner.config.schema.train import Search, Train
-from runner.config.synonyms import key_meant
 
 T = TypeVar("T", bound=Train)
 
@@ -21,6 +21,9 @@ _TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # se
 OF_THE_SWEEP = ("sweep", "search")
 """Keys about a sweep as a whole, which its jobs do not get."""
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
+_TABLE = Path(__file__).with_name("synonyms.txt").read_text(encoding="utf-8").splitlines()[1:]
+MEANINGS = {name: meaning for meaning, _, names in (line.partition(": ") for line in _TABLE) for name in names.split()}
+"""The meaning here of each name of other programs, for messages only: a key, `key=value`, or several words."""
 
 
 @functools.cache
@@ -119,6 +122,39 @@ def closest(key: str, pool: Sequence[str]) -> str:
         or nearest(key, pool, _ALIKE)
         or ("" if leaf in _TOO_GENERAL else by_leaf.get(nearest(leaf, by_leaf, _ALIKE), ""))
     )
+
+
+def _plain(word: str) -> str:
+    """A name in the spelling of the table: `--Learning-Rate` as `learning_rate`."""
+    return word.lstrip("-+~").replace("-", "_").lower()
+
+
+def key_meant(key: str) -> str:
+    """The meaning of a dotted key that other programs have, whole or by its last part; an empty string if nothing is known."""
+    word = _plain(key)
+    return MEANINGS.get(word) or MEANINGS.get(word.rpartition(".")[2], "")
+
+
+def value_meant(key: str, value: object) -> str:
+    """The value of a key or option of a group that is meant by one of other programs, maybe with keys after it; or nothing."""
+    meaning = MEANINGS.get(f"{key}={_plain(str(value))}", "").removeprefix(f"{key}=")
+    return f"ckpt_path={value}" if not meaning and key == "resume" else meaning
+
+
+def by_class(group: str, name: str) -> str:
+    """The words that choose a class where an option of a group is expected: one of a library by its name, or any by its path."""
+    if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
+        words = f"{group}._target_={name}"
+        return f"'~{group}' '+{words}'" if group in ("callbacks", "logger") else words
+    if name[:1].islower() and group != "model":
+        return ""
+    ways = {
+        "model": f"model=torchvision model.name={_plain(name)}",
+        "scheduler": f"scheduler=torch scheduler.name={name}",
+        "optimizer": f"optimizer._target_=torch.optim.{name}",
+        "loss": f"loss._target_=torch.nn.{name}",
+    }
+    return ways.get(group, "")
 
 
 ANY_KEY = "a key of the schema (python -m runner show prints them all)"
