@@ -209,7 +209,7 @@ BUDGET = {
     "optim": 1_214,
     "run": 3_836,
     "runtime": 1_355,
-    "sweeps": 1_857,
+    "sweeps": 1_853,
     "tasks": 770,
     "tracking": 1_931,
     "verbs": 2_294,
