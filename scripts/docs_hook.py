@@ -214,7 +214,7 @@ def all_verbs() -> str:
 
 def other_names() -> str:
     """Names that other programs have, by the key that the messages suggest for them."""
-    from runner.config.synonyms import MEANINGS
+    from runner.config.keys import MEANINGS
 
     by_key: dict[str, list[str]] = {}
     for name, key in MEANINGS.items():

@@ -25,8 +25,6 @@ from runner.base.reading import read_summary
 from runner.config import keys
 from runner.config.app import application
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
-from runner.config.keys import says
 from runner.config.load import compose as compose_first
 from runner.config.load import resolve_config
 from runner.config.overrides import check_overrides
@@ -196,7 +194,7 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
         raise UserError("config_dir", "has no effect on a config that is composed", "compose(..., config_dir=...)")
     composition = _composition("train", () if config else overrides, config_dir)
     if config is not None:
-        composition = dataclasses.replace(composition, values=to_plain(config), group_choices={}, primary="")
+        composition = dataclasses.replace(composition, values=keys.to_plain(config), group_choices={}, primary="")
     if mistake := why_occupied(composition):
         raise mistake
     if composition.values["dry_run"] is True:
@@ -245,7 +243,7 @@ def load(
     composition = _of_checkpoint("predict", checkpoint, overrides, config_dir)
     # Keys of the verb would be dropped silently here
     for key in keys.hints(Predict).keys() - keys.hints(Train).keys() - {"weights"}:
-        if says(key, composition.overrides):
+        if keys.says(key, composition.overrides):
             allowed = "predict(images, top_k=3, probabilities=True), or python -m runner predict"
             raise UserError(key, "is a key of the verb predict, and has no effect in load()", allowed)
     resolved = resolve_checkpoint(composition, Predict, MODEL)

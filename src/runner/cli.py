@@ -20,14 +20,7 @@ _MEANT |= {"-V": "--version", "-v": "--version", "version": "--version"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: words after the program's name; those of the process if None.
-
-    Returns:
-        Exit status: see `runner.base.errors`.
-    """
+    """Run one command, by default that of the process; returns its exit status, see `runner.base.errors`."""
     words = list(sys.argv[1:] if argv is None else argv)
     # The shell waits for completion at each key, so nothing else may be loaded before
     if not {"-sc", "--shell-completion"}.isdisjoint(words):

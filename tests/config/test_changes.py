@@ -9,7 +9,7 @@ import pytest
 
 from runner.config import keys, stored
 from runner.config.changes import CHANGES, Change, changes_refused, changes_result, declared
-from runner.config.frozen import to_plain, with_changes
+from runner.config.keys import to_plain, with_changes
 from runner.config.load import resolve_config
 from runner.config.schema.train import Train
 from runner.config.stored import settings_changed

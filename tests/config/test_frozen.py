@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.config import stored
-from runner.config.frozen import to_plain, with_changes
+from runner.config.keys import to_plain, with_changes
 from runner.config.load import problems_with, resolve_config
 from runner.config.schema import VERBS, Train
 from runner.config.validate import typed

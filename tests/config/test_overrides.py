@@ -7,9 +7,9 @@ import yaml
 
 from runner.base.errors import ConfigError, UserError
 from runner.config import keys, overrides
+from runner.config.keys import MEANINGS
 from runner.config.schema.train import Train
 from runner.config.sources import Sources
-from runner.config.synonyms import MEANINGS
 
 PREFIXES = ("", "+", "++")
 # A key of the schema, one of a section, one of a component, one that a component's file omits, a group.

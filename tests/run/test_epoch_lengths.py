@@ -13,7 +13,7 @@ from extended import some
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
-from runner.config.frozen import with_changes
+from runner.config.keys import with_changes
 from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.engine.plan import EpochPlan, Position, Timeline

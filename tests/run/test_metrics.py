@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.base.errors import UserError
-from runner.config.frozen import with_changes
+from runner.config.keys import with_changes
 from runner.config.schema.sections import Checkpoint, Data
 from runner.config.schema.train import Train
 from runner.run.metrics import Monitor, build_callbacks, choose_monitor

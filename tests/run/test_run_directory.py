@@ -21,7 +21,7 @@ from runner.config.sources import Sources
 from runner.run.directory import Occupied, claim, hold, works
 from runner.run.run_directory import RunDirectory
 from runner.run.setup import unfinished
-from runner.tracking.jsonl import copy_until
+from runner.tracking.run_files import copy_until
 from runner.verbs.predict.rows import open_table
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,7 +18,7 @@ from forked import ForkedProgram
 from running_sweeps import digests, events, kill_and_repeat, started, until
 from stored_sweeps import make_ledger
 
-from runner.base.errors import DiskFull
+from runner.base.errors import DiskFull, UserError
 from runner.sweeps import table
 from runner.sweeps.ledger import NAME, Entry, Ledger
 from runner.sweeps.plan import identity
@@ -294,22 +294,18 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
     assert again.out.count(": skipped, ") == done
 
 
-def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path):
     make_ledger(tmp_path, None, [])
     ledger = Ledger.read(tmp_path)
-    before, write = (tmp_path / NAME).read_bytes(), os.write
+    before, limits = (tmp_path / NAME).read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     entry = Entry("started", folder=tmp_path / "0", overrides=["seed=0"])
-
-    def until_full(file: int, data: bytes) -> int:
-        if len(data) < 30:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(file, data[:20])
-
-    monkeypatch.setattr(os, "write", until_full)
-    with pytest.raises(DiskFull, match=r"no space left on the disk that holds .*sweep\.jsonl; free some space"):
-        ledger.append_job("a", entry)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*sweep\.jsonl: it would exceed the largest file size"):
+            ledger.append_job("a", entry)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (tmp_path / NAME).read_bytes() == before
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
     ledger.append_job("a", entry)
     assert Ledger.read(tmp_path).jobs["a"].status == "started"
 

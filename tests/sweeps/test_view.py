@@ -27,7 +27,7 @@ from stored_sweeps import LAUNCH, live_text, make_job, make_ledger
 from runner.sweeps.ledger import Ledger
 from runner.sweeps.table import changes, follow, headline_of, look, progress_line, result_of, seconds_left, short
 from runner.tracking.console import Console
-from runner.tracking.progress_file import NAME, Progress
+from runner.tracking.run_files import PROGRESS, Progress
 
 
 def job(
@@ -38,7 +38,7 @@ def job(
     make_job(folder, words, value, status=status, error=error, started=started, **best)
     if progress is not None:
         (folder / ".lock").write_text("process 1 on elsewhere")  # counts as alive
-        (folder / NAME).write_text(json.dumps(dataclasses.asdict(progress)))
+        (folder / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress)))
 
 
 def progress(**more: object) -> Progress:
@@ -76,7 +76,7 @@ def test_a_sweep_is_seen_with_the_progress_and_the_metric_so_far_of_its_jobs(swe
 
 
 def test_before_an_evaluation_the_loss_is_shown_and_silence_is_told(sweep):
-    (sweep / "2" / NAME).write_text(json.dumps(dataclasses.asdict(progress(time=time.time() - 600))))
+    (sweep / "2" / PROGRESS).write_text(json.dumps(dataclasses.asdict(progress(time=time.time() - 600))))
     assert result_of(look(sweep).rows[2]) == ("train loss", 0.5)
     assert re.search(r" train loss 0\.5 .* silent for 10:00$", "\n".join(live_text(sweep, 120)), re.MULTILINE)
 
@@ -112,7 +112,7 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
 
 def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):
     def fail() -> None:
-        (sweep / "2" / NAME).unlink()
+        (sweep / "2" / PROGRESS).unlink()
         summary = json.loads((sweep / "2" / "summary.json").read_text())
         (sweep / "2" / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": "out of memory"}))
 

@@ -12,7 +12,7 @@ from runner.checkpoint.file import read
 from runner.lab.report.report import runs
 from runner.tracking import console as console_module
 from runner.tracking.console import Console
-from runner.tracking.progress_file import NAME, Progress, read_progress
+from runner.tracking.run_files import PROGRESS, Progress, read_progress
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(now):
 def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, now):
     console = Console(None, stream=io.StringIO())
     best = [(0.5, 10)]
-    found = {"monitor": "val/loss", "best": lambda: best[0], "device": "cpu", "file": tmp_path / NAME}
+    found = {"monitor": "val/loss", "best": lambda: best[0], "device": "cpu", "file": tmp_path / PROGRESS}
     console.start(100, 5, 20, **found)
     begun = read_progress(tmp_path)
     assert (begun.global_step, begun.total_steps, begun.best, begun.best_step) == (20, 100, 0.5, 10)
@@ -85,12 +85,12 @@ STRANGE = json.dumps(asdict(Progress()) | {"best": "x"})
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"global_step": 1}', "\0", "nan", STRANGE])
 def test_a_progress_file_of_something_else_is_none(tmp_path, content):
-    (tmp_path / NAME).write_text(content)
+    (tmp_path / PROGRESS).write_text(content)
     assert read_progress(tmp_path) is None
 
 
 def test_a_folder_that_is_gone_stops_no_run(tmp_path):
     console = Console(None, stream=io.StringIO())
-    console.start(10, 1, 0, file=tmp_path / "gone" / NAME)
+    console.start(10, 1, 0, file=tmp_path / "gone" / PROGRESS)
     console.advance(1, 1)
     console.stop()

@@ -9,8 +9,8 @@ import yaml
 from extras import needs
 
 from runner.base.errors import UserError
-from runner.tracking.jsonl import copy_until
 from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard, Watched
+from runner.tracking.run_files import copy_until
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
 

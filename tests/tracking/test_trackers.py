@@ -22,7 +22,7 @@ from running_sweeps import until
 from runner.base.errors import Problem, UserError
 from runner.tracking import background
 from runner.tracking.background import Background, Row, sentence_of
-from runner.tracking.jsonl import read_records
+from runner.tracking.run_files import read_records
 from runner.tracking.trackers.loggers import MLflow, WandB
 
 mlflow = optional("mlflow")

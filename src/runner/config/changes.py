@@ -68,12 +68,7 @@ def declared(key: str) -> Change:
 
 
 def changes_refused(changed: Sequence[str], inside_epoch: bool) -> list[Problem]:
-    """Problems of changing the keys `changed` when resuming.
-
-    Args:
-        changed: dotted keys whose values differ from the checkpoint's.
-        inside_epoch: whether the checkpoint was written inside an epoch.
-    """
+    """Problems of changing these dotted keys when resuming a checkpoint, which may have been written inside an epoch."""
     problems = []
     sections = (key.removesuffix("._target_") for key in changed if key.endswith("._target_"))
     others = [section for section in sections if declared(section) is Change.REFUSED]

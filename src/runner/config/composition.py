@@ -29,9 +29,7 @@ class Composition:
     overrides: list[str] = field(default_factory=list)  # canonical ones of the first job, without those of `hydra.*`
     values: dict[str, Any] = field(default_factory=dict)  # plain containers, interpolations resolved
     group_choices: dict[str, str] = field(default_factory=dict)
-    hydra: dict[str, tuple[str, Any]] = field(
-        default_factory=dict
-    )  # names and settings of a sweep's launcher and sweeper
+    hydra: dict[str, tuple[str, Any]] = field(default_factory=dict)  # name and settings of `launcher` and `sweeper`
     run_dir: Path | None = None  # folder that `hydra.run.dir` names
     job_dir: Path | None = None  # folder that a sweep gives to this job
     continues: bool = False  # what the same job of a sweep began in `job_dir`
@@ -110,9 +108,7 @@ class Composition:
 
         With the path of a checkpoint, values that the command line does not set came from there.
         """
-        known = self
-        if checkpoint:
-            known = dataclasses.replace(self, group_choices=self.given_choices, primary="")
+        known = dataclasses.replace(self, group_choices=self.given_choices, primary="") if checkpoint else self
         return [
             dataclasses.replace(problem, origin=problem.origin or known.origin(problem.key) or checkpoint)
             for problem in (explained(problem, at(self.values, problem.key)) for problem in problems)

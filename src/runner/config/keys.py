@@ -1,23 +1,29 @@
-"""Dotted keys: which ones the schema has and which values they take, and what lies under one in nested values."""
+"""Dotted keys: those of the schema and their values, those of other programs, and what lies under one in nested values."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runner.base.errors import nearest
 from runner.config.schema.sections import HasTarget
-from runner.config.schema.train import Search
-from runner.config.synonyms import key_meant
+from runner.config.schema.train import Search, Train
+
+T = TypeVar("T", bound=Train)
 
 _ALIKE = 0.72  # how much alike two keys are spelled; below, guesses were wrong
 _TOO_GENERAL = ("trainer", "training", "run", "main", "hparams", "params")  # sections of other programs
 OF_THE_SWEEP = ("sweep", "search")
 """Keys about a sweep as a whole, which its jobs do not get."""
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}  # by attributes of annotated_types
+_TABLE = Path(__file__).with_name("synonyms.txt").read_text(encoding="utf-8").splitlines()[1:]
+MEANINGS = {name: meaning for meaning, _, names in (line.partition(": ") for line in _TABLE) for name in names.split()}
+"""The meaning here of each name of other programs, for messages only: a key, `key=value`, or several words."""
 
 
 @functools.cache
@@ -118,6 +124,39 @@ def closest(key: str, pool: Sequence[str]) -> str:
     )
 
 
+def _plain(word: str) -> str:
+    """A name in the spelling of the table: `--Learning-Rate` as `learning_rate`."""
+    return word.lstrip("-+~").replace("-", "_").lower()
+
+
+def key_meant(key: str) -> str:
+    """The meaning of a dotted key that other programs have, whole or by its last part; an empty string if nothing is known."""
+    word = _plain(key)
+    return MEANINGS.get(word) or MEANINGS.get(word.rpartition(".")[2], "")
+
+
+def value_meant(key: str, value: object) -> str:
+    """The value of a key or option of a group that is meant by one of other programs, maybe with keys after it; or nothing."""
+    meaning = MEANINGS.get(f"{key}={_plain(str(value))}", "").removeprefix(f"{key}=")
+    return f"ckpt_path={value}" if not meaning and key == "resume" else meaning
+
+
+def by_class(group: str, name: str) -> str:
+    """The words that choose a class where an option of a group is expected: one of a library by its name, or any by its path."""
+    if "." in name and all(part.isidentifier() for part in name.split(".")) and not name.endswith((".yaml", ".yml")):
+        words = f"{group}._target_={name}"
+        return f"'~{group}' '+{words}'" if group in ("callbacks", "logger") else words
+    if name[:1].islower() and group != "model":
+        return ""
+    ways = {
+        "model": f"model=torchvision model.name={_plain(name)}",
+        "scheduler": f"scheduler=torch scheduler.name={name}",
+        "optimizer": f"optimizer._target_=torch.optim.{name}",
+        "loss": f"loss._target_=torch.nn.{name}",
+    }
+    return ways.get(group, "")
+
+
 ANY_KEY = "a key of the schema (python -m runner show prints them all)"
 
 
@@ -154,6 +193,28 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
         values.pop(last, None)
     else:
         values[last] = value
+
+
+def to_plain(config: Train) -> dict[str, Any]:
+    """The config as a new tree of plain containers, keys as in YAML, in the order of the schema."""
+    # `async_` is the field of the key `async`.
+    return dataclasses.asdict(
+        config, dict_factory=lambda pairs: {name.removesuffix("_"): value for name, value in pairs}
+    )
+
+
+def with_changes(config: T, changes: Mapping[str, Any]) -> T:
+    """The config with other values under dotted keys, such as `{"optimizer.lr": 0.1}`; the values are not validated."""
+    for key, value in changes.items():
+        config = _with(config, key, copy.deepcopy(value))
+    return config
+
+
+def _with(section: Any, key: str, value: Any) -> Any:
+    name, _, rest = key.partition(".")
+    inside = section if isinstance(section, dict) else vars(section)
+    changed = {name: _with(inside[name], rest, value) if rest else value}
+    return section | changed if isinstance(section, dict) else dataclasses.replace(section, **changed)
 
 
 def walk(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

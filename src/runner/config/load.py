@@ -26,8 +26,7 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config import keys, overrides
 from runner.config.app import REFUSALS, application, as_problem, merged_once, show
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain, with_changes
-from runner.config.keys import key_of, says, within
+from runner.config.keys import key_of, says, to_plain, with_changes, within
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.overrides import CheckedOverrides, check_overrides, parse_flags
 from runner.config.rules import conflicts
@@ -109,10 +108,7 @@ def _asks_for_sweep(words: Sequence[str], sources: Sources) -> bool:
 def compose(command: Composition, checked: CheckedOverrides, imports: bool = False) -> Composition:
     """Compose the first job of a command inside `application`, before folders are made, callbacks run and loggers are built.
 
-    Args:
-        command: what is called, or another job of the same command.
-        checked: the overrides.
-        imports: whether to report mistakes together with those of components, for which torch is imported.
+    With `imports`, mistakes are reported together with those of components, for which torch is imported.
 
     Raises:
         ConfigError: with every problem found.
@@ -194,9 +190,7 @@ def problems_in(
     """Validate plain values: types, ranges, rules between keys, and the signature of every component that is built.
 
     Args:
-        values: of the config.
         composition: the command line, for the origins of problems.
-        schema: of the verb.
         where: path of the checkpoint that the values come from, if they do.
         builds: the sections of components that are built; None means all.
         imports: False skips what imports components, and with them torch, which takes seconds.

@@ -24,7 +24,6 @@ from runner.base.errors import Problem, UserError, nearest
 from runner.config import keys
 from runner.config.gone import explained
 from runner.config.sources import Sources
-from runner.config.synonyms import by_class, key_meant, value_meant
 
 _HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.mode", "hydra.launcher", "hydra.sweeper", "hydra.searchpath")
 _REFUSED_FLAGS = {  # they would bypass the checks of this program
@@ -67,7 +66,7 @@ def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], kno
     follows = "".join(argv[wrong[0] + 1 : wrong[0] + 2])
     value = value or ("" if "=" in follows or follows.startswith("-") else follows)
     name, meant = flag.lstrip("-").replace("-", "_"), nearest(flag, options, 0.85)
-    if not meant and (name in known or len(name) > 1 or key_meant(name)):
+    if not meant and (name in known or len(name) > 1 or keys.key_meant(name)):
         key = name if name in known else keys.closest(name, sorted(known))
         meant = key if "=" in key or not key else f"{key}={value or 'VALUE'}"
     allowed = "--multirun, --config-dir DIR, --config-name NAME, --cfg job, --info, --help; a key has no dashes"
@@ -130,7 +129,7 @@ def _not_an_override(word: str, following: Sequence[str]) -> Problem:
     # The usual form of other programs is a key, then its value
     value = following[0] if following and "=" not in following[0] else "VALUE"
     is_name = re.fullmatch(r"[A-Za-z_][\w./-]*", word)
-    example = f"; such as {key_meant(word) or word}={value}" if is_name else ""
+    example = f"; such as {keys.key_meant(word) or word}={value}" if is_name else ""
     return Problem(word, "is not an override", f"key=value, group=option, ~key{example}")
 
 
@@ -199,8 +198,8 @@ def _no_option(group: str, name: str, options: list[str]) -> Problem:
     """The problem of an option that there is not, with what is meant by it."""
     message, allowed = f"has no option '{name}'", ", ".join(options) or "none"
     bare = name.replace("\\", "/").rpartition("/")[2].removesuffix(".yaml").removesuffix(".yml")
-    meant = value_meant(group, name) or nearest(bare, options)
-    if (words := by_class(group, name)) and not (meant and group == "model"):
+    meant = keys.value_meant(group, name) or nearest(bare, options)
+    if (words := keys.by_class(group, name)) and not (meant and group == "model"):
         allowed = f"{allowed}; {words} for a class"
     if group == "data" and ("/" in name or Path(name).is_dir()):
         meant = f"data=image_folder data.root={name}"

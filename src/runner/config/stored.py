@@ -18,9 +18,8 @@ from runner.base.errors import ConfigError, UserError, nearest
 from runner.base.secrets import mask_values, unmasked
 from runner.config.changes import other_run
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.gone import drop
-from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, put, says, within
+from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, put, says, to_plain, within
 from runner.config.load import PREPARATION, two_rates, validated
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
@@ -66,15 +65,11 @@ def load(text: str, where: str) -> dict[str, Any]:
 
 
 def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
-    """A stored config with the command line laid on top.
+    """A stored config with the command line, composed without the file, laid on top.
 
     A selected group replaces the stored section as a whole; a preset sets the keys in its file; any other override sets
     its key. Everything else stays as stored. Secrets are not stored, and come from the call. Raises `UserError` for a
     key to delete that is not in the file, and is spelled much like one.
-
-    Args:
-        stored: the config from the file.
-        composition: what the same command line gives without the file.
     """
     composed, choices, sources = composition.values, composition.group_choices, composition.sources
     groups = set(sources.groups())
@@ -140,10 +135,8 @@ def resolve_with_checkpoint(
     """The validated config of a checkpoint with the command line on top.
 
     Args:
-        text: the config in the checkpoint.
-        where: path of the checkpoint.
+        text: the config in the checkpoint, whose path is `where`.
         composition: the command line, which alone gives the keys that a verb adds to those of `train`.
-        schema: of the verb.
         normalize: statistics of the images to use, unless the command line gives others; None for those of the result.
         builds: sections whose components will be built, None for all; others are not even imported.
 

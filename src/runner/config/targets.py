@@ -19,7 +19,6 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.base.secrets import is_masked
 from runner.config import keys
 from runner.config.schema.sections import extras_class
-from runner.config.synonyms import key_meant
 from runner.config.validate import adapter, shown, typed
 
 _CONTROL = ("_target_", "_partial_", "_args_")
@@ -169,9 +168,8 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     parameters = list(component.parameters.values())[positional + len(component.positional) :]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     target, annotations = component.target, dict[str, Any]()
-    with contextlib.suppress(
-        Exception
-    ):  # annotations of foreign code may name anything, and then nothing can be checked
+    # Annotations of foreign code may name anything, and then nothing can be checked
+    with contextlib.suppress(Exception):
         annotations = get_type_hints(target.__init__ if inspect.isclass(target) else target)
     for name, value in component.arguments.items():
         if value is None and (name in facts or (name in named and named[name].default is None)):
@@ -182,7 +180,7 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
             # What the program gives to a logger is not a setting.
             listed = [each for each in named if not (key.startswith("logger.") and each in facts)]
             listed += sorted(component.known_extras)
-            meant = key_meant(f"{key}.{name}").rpartition(".")[2]
+            meant = keys.key_meant(f"{key}.{name}").rpartition(".")[2]
             close, allowed = meant if meant in listed else nearest(name, listed), ", ".join(listed) or "no arguments"
             problems.append(Problem(f"{key}.{name}", f"is not an argument of {path}", allowed, close, kind="argument"))
     # A partial component gets the rest of its arguments later.

@@ -129,12 +129,9 @@ def not_packages(names: Iterable[str]) -> Iterator[tuple[str, str, str]]:
 
 
 def refusal(path: str, trust: Iterable[str], section: str = "") -> str:
-    """The reason why a path that was read from a file may not be built, or an empty string if it may.
+    """The reason why a dotted path from a file may not be built, or an empty string if it may.
 
-    Args:
-        path: dotted path.
-        trust: packages that the user trusts.
-        section: where it stands, such as `loss`; parts of another kind may not be built there. Empty for any.
+    The packages in `trust` are those of the user. In a section such as `loss`, parts of another kind may not be built.
     """
     # A file may come from anyone, so only known packages can be named in it
     trusted = tuple(trust)

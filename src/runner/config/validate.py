@@ -14,7 +14,6 @@ from pydantic import TypeAdapter, ValidationError
 from runner.base.errors import Problem, nearest
 from runner.config import keys
 from runner.config.schema.sections import SEVERAL, components_of
-from runner.config.synonyms import key_meant, value_meant
 
 T = TypeVar("T")
 
@@ -97,7 +96,7 @@ def _problem(section: type, location: tuple[int | str, ...], kind: str, value: A
     if kind in ("missing", "missing_argument"):
         return Problem(key, "is missing", allowed)
     # The value may be that of another library, or nearly right
-    suggestion = value_meant(key, value) or (key_meant(key) if dataclasses.is_dataclass(annotation) else "")
+    suggestion = keys.value_meant(key, value) or (keys.key_meant(key) if dataclasses.is_dataclass(annotation) else "")
     if not suggestion and isinstance(value, str):
         suggestion = nearest(value, allowed.replace(" or ", ", ").split(", "))
     if isinstance(value, float) and key in _IN_STEPS:

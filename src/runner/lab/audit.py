@@ -15,7 +15,6 @@ from runner.base.errors import FAILED, ConfigError, UserError
 from runner.checkpoint import find
 from runner.config import keys, stored
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.load import problems_with, resolve_config
 from runner.config.schema.verbs import Audit
 from runner.config.space import text_of
@@ -23,7 +22,7 @@ from runner.config.validate import shown
 from runner.lab.short_runs import Stopwatch, callback, run_short, words_of
 from runner.run.from_checkpoint import config_and_checkpoint
 from runner.tracking.formats import HARDWARE_METRICS, amount, number
-from runner.tracking.jsonl import read_records
+from runner.tracking.run_files import read_records
 from runner.tracking.verb_report import Report
 
 # Parts of a checkpoint that have to be the same, in the order in which one follows from the other.
@@ -55,7 +54,7 @@ def _trained(composition: Composition, report: Report) -> dict[str, Any]:
     config, start = config_and_checkpoint(composition, Audit)
     # The keys of `vary`, however they are nested, with the values of both sides; a single value is that of b
     given = keys.flatten(config.vary)
-    now = keys.flatten(to_plain(config))
+    now = keys.flatten(keys.to_plain(config))
     varied = {key: value if isinstance(value, list) else [now.get(key), value] for key, value in given.items()}
     sides = [{key: value[side] for key, value in given.items() if isinstance(value, list)} for side in (0, 1)]
     sides[1] |= {key: value for key, value in given.items() if not isinstance(value, list)}

@@ -21,7 +21,6 @@ from runner.base.files import write_json
 from runner.base.secrets import mask_words
 from runner.config import keys, sources
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.load import problems_with
 from runner.config.schema.verbs import Bench, Toggle
 from runner.config.targets import called
@@ -85,7 +84,7 @@ BASELINE = Candidate("baseline")
 
 def candidates(config: Bench, built: Run, found_in: sources.Sources) -> tuple[list[Candidate], dict[str, str]]:
     """The candidates, one toggle at a time, for a built baseline; and those that do not apply, by name with the reason."""
-    found, skipped, now = list[Candidate](), dict[str, str](), keys.flatten(to_plain(config))
+    found, skipped, now = list[Candidate](), dict[str, str](), keys.flatten(keys.to_plain(config))
     # Each toggle alone, as only then its effect is known
     for name, made in _toggles(config, built).items():
         if config.toggles is None or name in config.toggles:

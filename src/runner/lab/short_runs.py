@@ -16,7 +16,6 @@ import yaml
 from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.space import text_of
 from runner.engine.loop import Loop
@@ -46,7 +45,7 @@ def words_of(composition: Composition, schema: type[Train], *others: str) -> lis
 
 def words_from(config: Train, folder: Path, *others: str) -> list[str]:
     """The words that `train` needs for a validated config, which is written into a folder; weights are new."""
-    plain = to_plain(config)
+    plain = keys.to_plain(config)
     values = {name: plain[name] for name in keys.hints(Train)} | {"ckpt_path": None, "init_from": None, "logger": {}}
     # The weights are new, and a file is no reason to download others
     values["model"] |= {"weights": None} if "weights" in values["model"] else {}

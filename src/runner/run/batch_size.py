@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import UserError, first_line
-from runner.config.frozen import with_changes
+from runner.config.keys import with_changes
 from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.engine.errors import is_out_of_memory

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from runner.config.changes import changes_result
-from runner.config.frozen import with_changes
+from runner.config.keys import with_changes
 from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
@@ -22,9 +22,9 @@ from runner.run.ranks import count_ranks
 from runner.run.run import Run, validate_limits
 from runner.run.run_directory import RunDirectory
 from runner.runtime.memory import peak_memory, readable, reset_peak_memory
-from runner.tracking import progress_file
 from runner.tracking.console import Console
 from runner.tracking.formats import amount
+from runner.tracking.run_files import PROGRESS
 
 Row = tuple[str, str, str]  # label, value and reason
 
@@ -95,7 +95,7 @@ def start_progress(run: Run, directory: RunDirectory) -> None:
         monitor=run.monitor.metric,
         best=lambda: (state.best.value, state.best.global_step) if state.best else None,
         device=str(run.device),
-        file=directory.path / progress_file.NAME,
+        file=directory.path / PROGRESS,
     )
     # Building took memory too, and the peak to report is that of training
     reset_peak_memory(run.device)

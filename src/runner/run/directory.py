@@ -14,13 +14,13 @@ from pathlib import Path
 from runner.base.errors import UserError
 from runner.base.files import make_folder, writing
 from runner.base.reading import open_regular
-from runner.tracking import progress_file
+from runner.tracking.run_files import PROGRESS
 
 _OWNER, _SEEN = 0, 1  # bytes of a lock file that its owner locks: `works` looks only at the second, and hinders nobody
 _descriptors: set[int] = set()  # of locks of this process; whoever has one closes it
 _WRITTEN = (
     "checkpoints", "plots", "tensorboard", "config.yaml", "overrides.yaml", "environment.json", "run.log", "metrics.jsonl",
-    "summary.json", progress_file.NAME, ".lock", "nonfinite", "trackers", "wandb",
+    "summary.json", PROGRESS, ".lock", "nonfinite", "trackers", "wandb",
 )  # fmt: skip
 """Names that a run or a tracker writes to, beside metrics_*.csv."""
 

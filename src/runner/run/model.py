@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import UserError
-from runner.config.frozen import with_changes
+from runner.config.keys import with_changes
 from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.targets import build, called, extras_of, names_argument

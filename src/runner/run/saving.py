@@ -21,7 +21,7 @@ from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager, require_space, scarce, size_of
 from runner.checkpoint.weights import loss_of
 from runner.config import stored
-from runner.config.frozen import to_plain
+from runner.config.keys import to_plain
 from runner.config.schema.train import Train
 from runner.config.targets import build, targets_in
 from runner.data.dataset_fingerprint import class_changes, data_changes
@@ -36,10 +36,10 @@ from runner.run.evaluation import Predictions
 from runner.run.interfaces import calls_of, require_methods
 from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
+from runner.tracking.background import MetricsBuffer
 from runner.tracking.environment import versions
-from runner.tracking.jsonl import copy_until
 from runner.tracking.loggers import JsonLines, Logger, Watched
-from runner.tracking.reporting import MetricsBuffer
+from runner.tracking.run_files import copy_until
 
 
 class Saving:

@@ -15,9 +15,8 @@ from runner.base.secrets import mask_words
 from runner.checkpoint import find
 from runner.config.changes import changes_refused
 from runner.config.composition import Composition
-from runner.config.frozen import to_plain
 from runner.config.gone import words_without
-from runner.config.keys import at, key_of, within
+from runner.config.keys import at, key_of, to_plain, within
 from runner.config.load import resolve_config, statistics_of_others
 from runner.config.output_folders import holds_run
 from runner.config.schema.train import Train

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.config import keys
-from runner.config.frozen import to_plain
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Profile
 from runner.distributed.sharding import is_sharded
@@ -181,7 +180,7 @@ def _check_window(config: Train, state: TrainState) -> None:
         ("on_nonfinite", not several and config.on_nonfinite == "skip", "raise"),
     ):
         if given:
-            raise UserError(key, f"is {str(keys.at(to_plain(config), key)).lower()}, and {why}", allowed)
+            raise UserError(key, f"is {str(keys.at(keys.to_plain(config), key)).lower()}, and {why}", allowed)
 
 
 def slow_guard(step: Step, hardware: Hardware) -> list[str]:

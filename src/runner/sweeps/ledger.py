@@ -12,12 +12,14 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from runner.base.files import writing
+from runner.base.errors import UserError
+from runner.base.files import append, writing
 from runner.base.reading import number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
 from runner.config.gone import drop, words_without
@@ -123,24 +125,18 @@ class Ledger:
             UserError: it cannot be written.
         """
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str).encode()
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        with writing(self.folder / NAME):
-            file = os.open(self.folder / NAME, flags, 0o644)
+        path, without_links = self.folder / NAME, lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644)
+        with writing(path), FileIO(str(path), "a+", opener=without_links) as file:
+            # A crash may have left half a line: end it, so that this one stands alone
+            size = file.tell()
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             try:
-                # A crash may have left half a line: end it, so that this one stands alone
-                size = os.fstat(file).st_size
-                torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
-                left = (b"\n" if torn else b"") + line + b"\n"
-                try:
-                    while left:  # a disk that becomes full takes a part
-                        left = left[os.write(file, left) :]
-                    os.fsync(file)
-                # Half a line would be worse than none, so it is removed again
-                except OSError:
-                    os.ftruncate(file, size)
-                    raise
-            finally:
-                os.close(file)
+                append(file, b"\n" * torn + line + b"\n")
+                os.fsync(file.fileno())
+            # Half a line would be worse than none, so it is removed again
+            except (OSError, UserError):
+                file.truncate(size)
+                raise
         self._add(line)
 
     def append_job(self, job: str, entry: Entry) -> None:

@@ -21,19 +21,19 @@ VARIABLE = "RUNNER_TRIAL"
 class Pruning:
     """A callback of the training loop; `decide` asks rank 0 a question, and gives its answer on every rank."""
 
-    def __init__(self, decide: Callable[[Callable[[], Any]], Any], mode: str, reports: dict[str, Any]) -> None:
-        self._decide, self._mode, self._arguments = decide, mode, reports
+    def __init__(self, decide: Callable[[Callable[[], Any]], Any]) -> None:
+        self._decide, self._settings = decide, json.loads(os.environ[VARIABLE])
 
     @functools.cached_property
     def _reports(self) -> Reports:
         """On rank 0 alone, which is asked: the other processes need no Optuna."""
         from runner.sweeps.study import Reports
 
-        return Reports(**self._arguments)
+        return Reports(**self._settings["reports"])
 
     def on_start(self, loop: Any) -> None:
         """Stop again if the resumed run had been stopped, but was killed before its end."""
-        if (mode := loop.monitor[1]) != self._mode:
+        if (mode := loop.monitor[1]) != self._settings["mode"]:
             raise UserError("checkpoint.mode", f"of {loop.monitor[0]} is {mode}, which the search did not know", mode)
         at = self._decide(lambda: self._reports.stopped_at)
         if at is not None and at <= _evaluation(loop):
@@ -56,8 +56,3 @@ def _evaluation(loop: Any) -> int:
     if limits.evaluate_every_steps is not None:
         done, every = position.global_step, limits.evaluate_every_steps
     return -(-done // every)
-
-
-def pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
-    """The callbacks of a trial of a search."""
-    return [Pruning(decide, **json.loads(os.environ[VARIABLE]))]

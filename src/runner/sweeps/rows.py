@@ -21,7 +21,7 @@ from runner.config.output_folders import holds_run
 from runner.run.directory import works
 from runner.sweeps.ledger import ENDED, NAME, Entry, Ledger, outcome
 from runner.tracking.formats import amount
-from runner.tracking.progress_file import Progress, read_progress
+from runner.tracking.run_files import Progress, read_progress
 
 FAILED = ("failed", "died")
 STATES = ("running", *FAILED, "preempted", "finished", "pruned", "pending")

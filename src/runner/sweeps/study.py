@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, first_line
 from runner.base.secrets import mask_text
 from runner.config.space import Range
 
@@ -98,10 +98,10 @@ def using(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any kind
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        problem = f"{mask_text(where)} cannot be used: {first_line(error)}"
         kept = "finished jobs keep their results"
         allowed = f"the same command once that is fixed, or another file or sqlite:///FILE; {kept}"
-        raise UserError("search.storage", f"{mask_text(where)} cannot be used: {reason}", allowed) from error
+        raise UserError("search.storage", problem, allowed) from error
 
 
 def storage_of(where: str) -> Any:

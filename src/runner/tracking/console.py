@@ -1,4 +1,4 @@
-"""The display of a run, and its copy in `run.log`."""
+"""The display of a run, its copy in `run.log`, and what it says of steps that were skipped."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.base.errors import UserError
 from runner.base.files import append, writing
 from runner.base.secrets import mask_text
 from runner.tracking.formats import HARDWARE_METRICS, Line, aligned, amount, clean, duration, in_order, metric, wrapped
-from runner.tracking.progress_file import Progress, write_progress
+from runner.tracking.run_files import Progress, write_progress
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -361,3 +361,32 @@ def _folded(line: Line, indent: int, room: int) -> list[Line]:
         return [line]
     parts = [(part, kind) for text, kind in cells for part in wrapped(text.strip(), max(room, 1))]
     return [[(" " * indent if at else label, style), part] for at, part in enumerate(parts)]
+
+
+class SkippedSteps:
+    """A callback that warns of skipped steps and writes their batches, as `nonfinite/step_0000000012.pt` in the run directory."""
+
+    def __init__(self, directory: Path, console: Console) -> None:
+        self._folder, self._console = directory / "nonfinite", console
+        self._undiagnosed = 0
+
+    def on_step_skipped(self, loop: Any, step: int, diagnosis: Any) -> None:
+        """Report a step; `diagnosis` is None if its cause was not examined."""
+        if diagnosis is None:
+            self._undiagnosed += 1
+            if (self._undiagnosed & (self._undiagnosed - 1)) == 0:  # 1, 2, 4, 8, ...
+                self._console.warn(f"skipped step {step} ({self._undiagnosed} skipped since the last diagnosis)")
+            return
+        saved = self._save(step, diagnosis.batch) if diagnosis.batch else ""
+        self._console.warn(f"{diagnosis}; skipped this step{saved}")
+
+    def _save(self, step: int, batch: dict[str, Any]) -> str:
+        import torch
+
+        path = self._folder / f"step_{step:010d}.pt"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            torch.save(batch, path)
+        except (OSError, RuntimeError) as error:  # must not hide the failure that led here
+            return f"; its batch could not be written to {path}: {error}"
+        return f"; its batch is in {path}"

@@ -20,7 +20,7 @@ from runner.base.errors import UserError, first_line
 from runner.base.files import append, finite, write_atomically, writing
 from runner.tracking.background import Background, Row
 from runner.tracking.background import Logger as Logger
-from runner.tracking.jsonl import copy_until, read_records
+from runner.tracking.run_files import copy_until, read_records
 
 METRICS = "metrics.jsonl"
 _LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from runner.base.files import write_atomically
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, compact, in_order, label
-from runner.tracking.jsonl import read_records
+from runner.tracking.run_files import read_records
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,6 @@ from typing import Any
 from runner.base.files import finite
 from runner.tracking.console import Console
 
-_MIB = 2**20
-
 
 class Report(Console):
     """The console of a verb; if it is `as_json`, standard output is one JSON object, and all else goes to standard error."""
@@ -51,4 +49,4 @@ class Report(Console):
 
 def mib(count: float, digits: int = 2) -> str:
     """Bytes as MiB."""
-    return f"{count / _MIB:.{digits}f}"
+    return f"{count / 2**20:.{digits}f}"

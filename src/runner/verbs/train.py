@@ -101,9 +101,9 @@ def _pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     """The callbacks of a run that is a trial of a search; none for any other run."""
     if "RUNNER_TRIAL" not in os.environ:
         return []
-    from runner.sweeps.pruning import pruning
+    from runner.sweeps.pruning import Pruning
 
-    return pruning(decide)
+    return [Pruning(decide)]
 
 
 def as_rank(job: Job, store: Any = None) -> float | None:

@@ -21,7 +21,7 @@ from runner.lab.report.table import by_task, differing_keys, monitored, text_of
 from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS
 from runner.tracking.formats import HARDWARE_METRICS, WEIGHTS_STEP, amount, label
-from runner.tracking.jsonl import parse
+from runner.tracking.run_files import parse
 
 _POINTS = 120  # of a curve
 _PARSED = 2000  # lines of training in a metrics file; of longer ones, every second, third, ... line

@@ -25,7 +25,7 @@ from runner.config.targets import called
 from runner.config.yaml_files import plain
 from runner.sweeps.rows import JobRow, Scan, comparable
 from runner.tracking.formats import label
-from runner.tracking.jsonl import parse, read_records
+from runner.tracking.run_files import parse, read_records
 
 _TAIL = 2**16  # bytes of a metrics file that the speed is taken from
 _LARGEST = 2**28  # bytes of a metrics file

@@ -8,9 +8,10 @@ import math
 import os
 import re
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from runner.base.errors import UserError, nearest
 from runner.base.files import write_json
@@ -36,6 +37,7 @@ class Tracker(Background):
     """
 
     uid: str = field(init=False, default="")  # of the tracker's run
+    deliver: ClassVar[Callable[..., None]]  # a list of rows
 
     def prepare(self, address: str, modules: list[str], needs: list[str], **settings: Any) -> None:
         """Set where rows go (without secrets), modules to import, those that must be installed, and what identifies the run."""
@@ -78,10 +80,6 @@ class Tracker(Background):
             self.deliver(new)
             self._sent |= {row.split: row.global_step for row in new}
             self._save()
-
-    def deliver(self, rows: list[Row]) -> None:
-        """Send rows."""
-        raise NotImplementedError
 
     def _save(self) -> None:
         self._path.parent.mkdir(exist_ok=True)
@@ -146,7 +144,7 @@ class MLflow(Tracker):
             client.log_batch(self._id, params=params[part], tags=changed[part])
 
     def deliver(self, rows: list[Row]) -> None:
-        """See `Tracker.deliver`."""
+        """Send rows."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -207,7 +205,7 @@ class WandB(Tracker):
         self._run.define_metric("*", step_metric="global_step")
 
     def deliver(self, rows: list[Row]) -> None:
-        """See `Tracker.deliver`."""
+        """Send rows."""
         for row in rows:
             fixed = {"global_step": row.global_step, "epoch": row.epoch, "_timestamp": row.time}
             self._run.log(fixed | _values(row), commit=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runner.tracking import reporting
-from runner.tracking.reporting import MetricsBuffer
+from runner.tracking import background
+from runner.tracking.background import MetricsBuffer
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from runner.tracking.reporting import MetricsBuffer
 )
 def test_metrics_are_passed_on_in_order_after_a_second(monkeypatch, calls):
     now, first, second = [100.0], [], []
-    monkeypatch.setattr(reporting.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(background.time, "monotonic", lambda: now[0])
     buffer = MetricsBuffer([lambda *metrics: first.append(metrics), lambda *metrics: second.append(metrics)])
     for step, (later, split, passed) in enumerate(calls):
         now[0] += later
