@@ -103,6 +103,11 @@ def digits(text: str) -> str:
     return text
 
 
+def is_true(value: Any) -> bool:
+    """Tell whether a value of a config is true, also as a text, which quotes and environment variables make of it."""
+    return str(value).lower() in ("true", "t", "yes", "y", "on", "1", "1.0")
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Tell whether a value of a file is a finite number, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63

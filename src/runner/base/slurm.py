@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from runner.base import signals
-from runner.base.truth import is_true
+from runner.base.reading import is_true
 
 _PATIENCE_S = 60.0  # for an answer of SLURM
 

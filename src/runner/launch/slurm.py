@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.base.errors import UserError
 from runner.base.files import make_folder
-from runner.base.truth import is_true
+from runner.base.reading import is_true
 from runner.launch.jobs import Ended, Job
 
 _PERIOD_S = 5.0  # between two looks at the queue

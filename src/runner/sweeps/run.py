@@ -16,8 +16,8 @@ from typing import Any
 
 from runner.base.errors import FAILED, OK, PREEMPTED, ConfigError, Problem, UserError
 from runner.base.files import make_folder, writing
+from runner.base.reading import is_true
 from runner.base.secrets import mask_text, mask_words
-from runner.base.truth import is_true
 from runner.config.composition import Composition
 from runner.config.gone import warning
 from runner.config.keys import OF_THE_SWEEP, key_of, within

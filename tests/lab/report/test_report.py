@@ -294,5 +294,5 @@ def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:
 
 def test_to_pandas_says_what_is_missing(many: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match="pip install pandas"):
+    with pytest.raises(UserError, match="pip install 'pandas'"):
         runner.runs(many(20)).to_pandas()

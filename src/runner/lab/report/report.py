@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, require
 from runner.base.files import finite, write_atomically
 from runner.base.secrets import mask_text, mask_values
 from runner.config.keys import flatten
@@ -256,10 +256,9 @@ def _paths(places: Iterable[Any]) -> list[str | Path]:
 
 def _frame(rows: list[dict[str, Any]]) -> Any:
     """A pandas DataFrame; raises `UserError` if pandas is not installed."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise UserError("to_pandas needs the package pandas", "", "pip install pandas") from error
+    require("to_pandas", "pandas", "pandas")
+    import pandas
+
     return pandas.DataFrame(rows)
 
 
