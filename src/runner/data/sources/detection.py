@@ -20,10 +20,10 @@ from torch import Tensor
 from runner.base.errors import UserError, require
 from runner.base.reading import LARGEST_DATA, bounded, digits, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources import listing
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.places import Place
 
 OnError = Literal["raise", "skip"]
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from runner.base.errors import UserError, nearest, require
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding
-from runner.data.sources.places import Place
 from runner.data.sources.tables import Kind, Table, column_targets
 
 _SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, open_regular, read_regular
 from runner.config.schema.sections import Data
-from runner.data.sources.places import Place
+from runner.data.bad_samples import Place
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2

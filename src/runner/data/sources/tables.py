@@ -16,10 +16,10 @@ from torch import Tensor
 from runner.base.errors import UserError, nearest, require
 from runner.base.reading import bounded, digits
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
 from runner.data.sources.listing import absent, is_inside
-from runner.data.sources.places import Place
 
 Kind = Literal["classification", "multilabel", "regression"]
 
