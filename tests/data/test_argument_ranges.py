@@ -23,7 +23,6 @@ DIFFERENT = "two or more different digits from 0 to 9"
     ("target", "arguments", "words"),
     [
         (RandomShift, {"share": 0.6}, "share must be from 0 to 0.5"),
-        (RandomShift, {"padding": "wrap"}, "padding must be zeros, edge or reflect, got 'wrap'"),
         (RandomFlip, {"p": 1.1}, "p must be from 0 to 1"),
         (RandomErasing, {"share": 0}, "share above 0"),
         (RandomBrightnessContrast, {"brightness": -0.1}, "brightness"),
@@ -58,7 +57,6 @@ DIFFERENT = "two or more different digits from 0 to 9"
         (synthetic, {"classes": 0}, "classes"),
         (synthetic, {"noise": -0.1}, "noise"),
         (synthetic, {"noise": float("nan")}, "noise"),
-        (synthetic, {"kind": "ranking"}, "kind"),
         (synthetic, {"samples": 10**12}, "samples"),
         (synthetic, {"image_size": 4000}, "image_size"),
         *((digits, {"classes": classes}, DIFFERENT) for classes in ([], [3], [1, 1], [3, 10], [-1, 2])),

@@ -318,13 +318,11 @@ def test_a_closure_is_evaluated_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
-        ({"adamw_lr": -1.0}, "adamw_lr must not be negative, got -1.0"),
+        ({"lr": -1.0}, "lr must be at least 0, got -1.0"),
+        ({"adamw_lr": -1.0}, "adamw_lr must be at least 0, got -1.0"),
         ({"ns_steps": 0}, "ns_steps must be at least 1, got 0"),
         ({"weight_decay": -1.0}, "weight"),
-        ({"coefficients": "unknown"}, "coefficients must be jordan or polar_express, got unknown"),
         ({"betas": (1.0, 0.9)}, "beta"),
-        ({"adjust_lr_fn": "unknown"}, "unknown"),
     ],
 )
 def test_an_argument_out_of_range_is_named(options: dict[str, Any], message: str) -> None:

@@ -196,7 +196,6 @@ def test_plateau_warms_up() -> None:
         (lambda: Step(total_steps=10, steps_per_epoch=1, gamma=0), "gamma must be above 0 and at most 1, got 0"),
         (lambda: WSD(total_steps=10, decay=1.2), "decay must be a share from 0 to 1, got 1.2"),
         (lambda: WSD(total_steps=10, warmup=0.5, decay=0.6), "warmup and decay must not overlap"),
-        (lambda: WSD(total_steps=10, curve="cubic"), "curve must be 'linear' or '1-sqrt', got 'cubic'"),  # type: ignore[arg-type]
         (lambda: WSD(total_steps=10, final=2), "final must be from 0 to 1, got 2"),
         (lambda: Plateau(total_steps=10), "mode must be 'min' or 'max', got None"),
         (lambda: Plateau(total_steps=10, mode="min", factor=1.0), "factor must be above 0 and below 1, got 1.0"),

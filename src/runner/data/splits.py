@@ -187,11 +187,9 @@ def _strata(targets: Tensor | None, n: int) -> Tensor:
 
 
 def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
-    given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
-    if sum(fractions.values()) >= 1:
-        raise UserError("data.split", f"{given} leave no training sample", "fractions that are together below 1")
     sizes = {name: round(fraction * n) for name, fraction in fractions.items()}
-    if n - sum(sizes.values()) < 1:
+    if sum(fractions.values()) >= 1 or sum(sizes.values()) >= n:
+        given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
         raise UserError("data.split", f"no training sample is left of {n}: {given or 'nothing'} held out")
     return sizes
 

@@ -170,18 +170,10 @@ class Muon(Optimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
     ) -> None:
-        for name, value, least in (
-            ("lr", lr, 0),
-            ("adamw_lr", adamw_lr, 0),
-            ("momentum", momentum, 0),
-            ("ns_steps", ns_steps, 1),
-        ):
+        numbers = {"lr": (lr, 0), "adamw_lr": (adamw_lr, 0), "momentum": (momentum, 0), "ns_steps": (ns_steps, 1)}
+        for name, (value, least) in numbers.items():
             if not value >= least:
-                raise ValueError(f"{name} must {'be at least 1' if least else 'not be negative'}, got {value}")
-        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"adjust_lr_fn must be original, match_rms_adamw or None, got {adjust_lr_fn}")
-        if coefficients not in ("jordan", "polar_express"):
-            raise ValueError(f"coefficients must be jordan or polar_express, got {coefficients}")
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         # Two optimizers with their own arguments: Muon for hidden matrices, AdamW for everything else
         own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "normalize": normalize}
         own |= {"coefficients": coefficients, "adjust_lr_fn": adjust_lr_fn}

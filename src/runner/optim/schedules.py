@@ -42,7 +42,6 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "every": (lambda value: value >= 1, "must be at least 1 epoch"),
     "gamma": (lambda value: 0 < value <= 1, "must be above 0 and at most 1"),
     "decay": (lambda value: 0 <= value <= 1, "must be a share from 0 to 1"),
-    "curve": (lambda value: value in ("linear", "1-sqrt"), "must be 'linear' or '1-sqrt'"),
     "mode": (lambda value: value in ("min", "max"), "must be 'min' or 'max'"),
     "factor": (lambda value: 0 < value < 1, "must be above 0 and below 1"),
     "patience": (lambda value: value >= 0, "must not be negative"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -266,8 +265,6 @@ def _by_torchcodec(file: Any) -> Tensor | None:
 @functools.cache
 def _torchcodec() -> Callable[..., Tensor] | None:
     """torchcodec's decoder of JPEGs; None where it is absent, too old to have one, or made for another torch."""
-    if importlib.util.find_spec("torchcodec") is None:
-        return None
     try:
         from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError):

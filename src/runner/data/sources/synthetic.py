@@ -48,7 +48,7 @@ def synthetic(
     Returns:
         'train' and 'test', made from the same patterns.
 
-    Raises `ValueError` if a number is out of its range, the images would take over 8 GiB, or `kind` is unknown.
+    Raises `ValueError` if a number is out of its range, or the images would take over 8 GiB.
     """
     side = _DEFAULT_SIZE if image_size is None else image_size
     for name, value in (("samples", samples), ("image_size", side), ("channels", channels), ("classes", classes)):
@@ -59,8 +59,6 @@ def synthetic(
         raise ValueError(f"image_size, samples, channels and classes are too large: {size:,} bytes, at most {_MOST:,}")
     if not 0 <= noise < float("inf"):
         raise ValueError(f"noise must be a number from 0 on, got {noise}")
-    if kind not in ("classification", "regression"):
-        raise ValueError(f"kind must be 'classification' or 'regression', got {kind!r}")
     make, generator = _classified if kind == "classification" else _measured, Generator().manual_seed(seed)
     coarse = torch.randn(classes if make is _classified else 1, channels, _GRID, _GRID, generator=generator)
     patterns = F.interpolate(coarse, size=(side, side), mode="bilinear", align_corners=False)

@@ -44,8 +44,6 @@ class RandomShift:
     def __init__(self, share: float = 0.125, padding: Padding = "zeros") -> None:
         if not 0 <= share <= 0.5:
             raise ValueError(f"share must be from 0 to 0.5, got {share}")
-        if padding not in ("zeros", "edge", "reflect"):
-            raise ValueError(f"padding must be zeros, edge or reflect, got '{padding}'")
         self.share = share
         self.padding = padding
 
@@ -120,10 +118,6 @@ class RandomFlip:
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Mirror some of `images`."""
-        if self.p == 0:
-            return images
-        if self.p == 1:
-            return images.flip(-1)
         if not self.alternate:
             return chosen_from(rng.uniform() < self.p, images.flip(-1), images)
         # A point that moves by p of a circle per epoch is inside an arc of length p at even intervals; exact in integers.
@@ -202,8 +196,6 @@ class RandomErasing:
 
     def __call__(self, images: Tensor, rng: SampleRNG) -> Tensor:
         """Erase rectangles in some of `images`."""
-        if self.p == 0:
-            return images
         chosen = rng.uniform() < self.p
         inside = []
         for size in images.shape[-2:]:
