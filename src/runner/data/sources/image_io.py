@@ -266,10 +266,10 @@ def _by_torchcodec(file: Any) -> Tensor | None:
 def _torchcodec() -> Callable[..., Tensor] | None:
     """torchcodec's decoder of JPEGs; None where it is absent, too old to have one, or made for another torch."""
     try:
-        from torchcodec.decoders import decode_jpeg
+        from torchcodec import decoders
     except (ImportError, OSError, RuntimeError):
         return None
-    decoder: Callable[..., Tensor] = decode_jpeg
+    decoder: Callable[..., Tensor] | None = getattr(decoders, "decode_jpeg", None)
     return decoder
 
 
