@@ -199,7 +199,7 @@ BUDGET = {
     "base": 931,  # the writer of whole files, the bounds of readers, the check of packages, which other rooms had
     "checkpoint": 1_400,
     "config": 3_658,
-    "data": 7_743,  # boxes, outlines and names of all readers are checked alike
+    "data": 7_740,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
     "engine": 3_047,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back

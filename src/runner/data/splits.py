@@ -38,11 +38,8 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
     whole, whatever the fractions; it has no list of indices, so it may have any size. Raises `UserError` if 'train' is missing,
     a split is empty or has an unknown name, a fraction gives no sample, or folds or groups cannot be made.
     """
-    for name in datasets:
-        if name not in ("train", *_HELD_OUT):
-            raise UserError("data.dataset", f"it gives a split named '{name}'", "train, val and test")
-    if "train" not in datasets:
-        raise UserError("data.dataset", f"it gives no 'train' split, only {', '.join(datasets) or 'nothing'}")
+    if not {"train"} <= datasets.keys() <= {"train", *_HELD_OUT}:
+        raise UserError("data.dataset", f"gives the splits {[*datasets]}", "train, and perhaps val and test")
     found: dict[str, tuple[Dataset[Any], Indices]] = {
         name: (dataset, AllSamples(_length(name, dataset))) for name, dataset in datasets.items()
     }
