@@ -199,13 +199,13 @@ BUDGET = {
     "base": 914,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_400,
     "config": 3_614,
-    "data": 7_852,  # boxes, outlines and names of all readers are checked alike
+    "data": 7_740,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
     "engine": 3_021,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_024,
     "launch": 970,
-    "models": 1_308,
+    "models": 1_302,
     "optim": 1_214,
     "run": 3_807,
     "runtime": 1_354,

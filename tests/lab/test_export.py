@@ -154,7 +154,7 @@ def test_packages_that_are_missing_are_a_sentence(
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked in names else find(asked))
     result = run(*CALL, f"ckpt_path={trained}", "format=onnx")
     assert result.status == 2
-    assert f"onnx needs packages that are not installed: {', '.join(names)}\n" in result.err
+    assert f"format: needs packages that are not installed: {', '.join(names)}\n" in result.err
     assert "runner[export]" in result.err
 
 

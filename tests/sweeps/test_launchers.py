@@ -146,7 +146,7 @@ def test_wrong_keys_of_ray_are_named(run, tiny, word, reason):
 def test_ray_that_is_not_installed_is_told_before_a_folder_is_made(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     err = refused("--multirun", "hydra/launcher=ray", "seed=0,1")
-    assert "hydra/launcher: is ray, whose package is not installed" in err
+    assert "hydra/launcher: needs packages that are not installed: ray" in err
     assert "pip install 'runner[ray]'" in err
 
 

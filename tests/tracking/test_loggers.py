@@ -133,7 +133,7 @@ def test_a_metrics_file_that_somebody_else_wrote_does_not_break_a_resumed_run(tm
 
 def test_a_tensorboard_that_is_not_installed_is_a_sentence(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(UserError, match=r"logger\.tensorboard: needs .*\n.*pip install tensorboard, or logger=none"):
+    with pytest.raises(UserError, match=r"logger\.tensorboard: needs .*\n.*pip install 'tensorboard', or logger=none"):
         TensorBoard()
 
 

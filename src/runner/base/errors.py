@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import errno
 import functools
+import importlib.util
 import os
 import re
 import sysconfig
@@ -102,6 +103,13 @@ def nearest_path(path: Path) -> str:
     names = [other.name for other in path.parent.iterdir() if other.exists()] if path.parent.is_dir() else []
     close = nearest(path.name, names)
     return str(path.parent / close) if close else ""
+
+
+def require(key: str, package: str, *modules: str, otherwise: str = "") -> None:
+    """Raise `UserError` unless there are all of some modules; `package` is what pip installs for them."""
+    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+        problem = f"needs packages that are not installed: {', '.join(missing)}"
+        raise UserError(key, problem, f"pip install {package!r}{otherwise}")
 
 
 def system_limit(error: BaseException) -> str:

@@ -104,7 +104,7 @@ def digits(text: str) -> str:
 
 
 def is_true(value: Any) -> bool:
-    """Tell whether a value of a composed config is true, also as a text, which quotes and environment variables make of it."""
+    """Tell whether a value of a config is true, also as a text, which quotes and environment variables make of it."""
     return str(value).lower() in ("true", "t", "yes", "y", "on", "1", "1.0")
 
 

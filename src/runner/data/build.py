@@ -142,13 +142,9 @@ def _files_listed_twice(parts: Parts) -> list[str]:
 
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
     """The samples of the training split by class; raises `UserError` if it has none, or they are not known."""
-    # Unknown targets and targets without classes need different advice
-    if targets is None and classes:
-        problem = "is balanced, and the classes of the training samples are not known without reading them"
-        raise UserError("data.sampler", problem, "an attribute targets that agrees with the samples, or null")
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
-        problem = "is balanced, which draws every class equally often, and the targets are not one class per sample"
-        raise UserError("data.sampler", problem)
+        problem = "is balanced, and the classes of the training samples are not known without reading them"
+        raise UserError("data.sampler", problem, "null, or data with an attribute targets, one class per sample")
     # A number outside of the classes is named with its sample by the task
     return ClassBalance(targets[indices[:]].clamp(0, classes - 1))
 
@@ -180,9 +176,7 @@ def _numbered_classes(dataset: Dataset[Any]) -> tuple[str, ...]:
         return ()
     # A number above the count of samples is an identifier rather than a class
     if (largest := int(targets.max())) >= max(_MOST_CLASSES, len(targets)):
-        problem = (
-            f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and there are no names of classes"
-        )
+        problem = f"the target of sample {int(targets.argmax())} of 'train' is {largest}, and classes have no names"
         raise UserError("data.dataset", problem, "class numbers from 0 on, or an attribute classes with their names")
     return tuple(str(number) for number in range(largest + 1))
 
@@ -214,9 +208,7 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
     for index, chunk in chunks():
         # A single NaN in the data spoils every statistic, so its sample is named
         if not bool(chunk.isfinite().all()):
-            problem = (
-                f"sample {index} of 'train' has values that are not finite, and data.normalize is measured on them"
-            )
+            problem = f"sample {index} of 'train' has values that are not finite, so nothing can be measured"
             raise UserError("data.dataset", problem, _GIVEN)
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
         # Sums in float64: a large data set has more pixels than float32 can count.

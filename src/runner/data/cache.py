@@ -31,13 +31,12 @@ from runner.base.files import whole, writing
 from runner.base.reading import LARGEST_TEXT, read_regular
 from runner.base.secrets import mask_values
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import ReplacementSampler
+from runner.data.bad_samples import ReplacementSampler, reason_of
 from runner.data.loaders import BatchPlan
 from runner.data.preparation import exclusive, noticing_signals, progress
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
-from runner.data.sources.places import reason_of
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader
 

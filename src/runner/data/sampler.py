@@ -234,9 +234,7 @@ class GivenOrder(EpochOrder):
     """
 
     def __init__(self, batch_sampler: Callable[[torch.Generator], Any], samples: int, seed: int, epoch: int) -> None:
-        allowed = (
-            f"a list or an int64 tensor (N,) of numbers from 0 to {samples - 1:,}, the samples of an epoch in order"
-        )
+        allowed = f"a list or an int64 tensor (N,) of numbers from 0 to {samples - 1:,}"
         try:
             with preserved_rng():
                 drawn = torch.as_tensor(batch_sampler(torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _GIVEN))))
@@ -245,9 +243,7 @@ class GivenOrder(EpochOrder):
             raise UserError("data.batch_sampler", problem, allowed) from error
         numbers = drawn.dtype in (torch.int64, torch.int32) and drawn.ndim == 1 and len(drawn) > 0
         if not numbers or drawn.min() < 0 or drawn.max() >= samples:
-            raise UserError(
-                "data.batch_sampler", f"does not give samples of the training split in epoch {epoch + 1}", allowed
-            )
+            raise UserError("data.batch_sampler", f"does not give samples of 'train' in epoch {epoch + 1}", allowed)
         super().__init__(len(drawn), seed, epoch)
         self._places = drawn.cpu().long() | torch.arange(len(drawn)) << _SAMPLE_BITS
 

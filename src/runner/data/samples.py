@@ -150,9 +150,6 @@ def crops_while_decoding(dataset: Dataset[Any], transforms: Sequence[SampleTrans
 def _one_thread() -> Iterator[None]:
     """Compute on one thread, as worker processes do: sums over many pixels round differently on several."""
     threads = torch.get_num_threads()
-    if threads == 1:
-        yield
-        return
     torch.set_num_threads(1)
     try:
         yield

@@ -38,11 +38,8 @@ def make_splits(datasets: Mapping[str, Dataset[Any]], split: Split) -> dict[str,
     whole, whatever the fractions; it has no list of indices, so it may have any size. Raises `UserError` if 'train' is missing,
     a split is empty or has an unknown name, a fraction gives no sample, or folds or groups cannot be made.
     """
-    for name in datasets:
-        if name not in ("train", *_HELD_OUT):
-            raise UserError("data.dataset", f"it gives a split named '{name}'", "train, val and test")
-    if "train" not in datasets:
-        raise UserError("data.dataset", f"it gives no 'train' split, only {', '.join(datasets) or 'nothing'}")
+    if not {"train"} <= datasets.keys() <= {"train", *_HELD_OUT}:
+        raise UserError("data.dataset", f"gives the splits {[*datasets]}", "train, and perhaps val and test")
     found: dict[str, tuple[Dataset[Any], Indices]] = {
         name: (dataset, AllSamples(_length(name, dataset))) for name, dataset in datasets.items()
     }
@@ -187,11 +184,9 @@ def _strata(targets: Tensor | None, n: int) -> Tensor:
 
 
 def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
-    given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
-    if sum(fractions.values()) >= 1:
-        raise UserError("data.split", f"{given} leave no training sample", "fractions that are together below 1")
     sizes = {name: round(fraction * n) for name, fraction in fractions.items()}
-    if n - sum(sizes.values()) < 1:
+    if sum(fractions.values()) >= 1 or sum(sizes.values()) >= n:
+        given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
         raise UserError("data.split", f"no training sample is left of {n}: {given or 'nothing'} held out")
     return sizes
 

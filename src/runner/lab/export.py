@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import importlib.util
 import io
 import logging
 import math
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import FAILED, UserError, first_line
+from runner.base.errors import FAILED, UserError, first_line, require
 from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
@@ -39,7 +38,6 @@ from runner.tracking.environment import versions
 from runner.tracking.verb_report import Report
 
 INPUT, OUTPUT = "images", "outputs"
-_OF_ONNX = ("onnx", "onnxscript", "onnxruntime")  # the packages that it needs
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
 _EXAMPLES = 2  # traced samples: torch.export takes a batch of 1 for a constant size
 
@@ -159,11 +157,9 @@ def run(composition: Composition) -> float:
     config = dataclasses.replace(resolved.config, channels_last=False)
     resolved = dataclasses.replace(resolved, config=config)
     chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
-    missing = [each for each in _OF_ONNX if "onnx" in chosen and importlib.util.find_spec(each) is None]
-    if missing:
-        problem = f"onnx needs packages that are not installed: {', '.join(missing)}"
+    if "onnx" in chosen:
         others = ", ".join(name for name in FORMATS if name != "onnx")
-        raise UserError("format", problem, f"pip install 'runner[export]', or {others}")
+        require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
     configure_torch(_CPU, config.threads, config.deterministic, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()

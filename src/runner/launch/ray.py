@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, require
 from runner.launch.jobs import Ended, Job, why_ended
 
 _POLLED_S = 0.1
@@ -48,12 +48,9 @@ class Ray:
         init: Mapping[str, Any] | None = None,
         remote: Mapping[str, Any] | None = None,
     ) -> None:
-        # An optional package, so that the other launchers work without it
-        try:
-            import ray
-        except ImportError:
-            allowed = "pip install 'runner[ray]', or hydra/launcher=pool"
-            raise UserError("hydra/launcher", "is ray, whose package is not installed", allowed) from None
+        require("hydra/launcher", "runner[ray]", "ray", otherwise=", or hydra/launcher=pool")
+        import ray
+
         self._ray: Any = ray
         quiet = {"include_dashboard": False, "log_to_driver": False}  # what jobs print is in their logs
         self._init = {**quiet, "address": address or "local", **(init or {})}

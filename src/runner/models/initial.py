@@ -117,10 +117,8 @@ def zero_last_norms(model: nn.Module) -> list[str]:
     """
     found = [(f"{path}.{name}", norm) for path, block in model.named_modules() for name, norm in _last_norms(block)]
     if not found:
-        known = (
-            f"a block is a class named {', '.join(_RESIDUAL[:2])} or the like, or one with {_HAS_SHORTCUT[0]} = True"
-        )
-        raise ValueError(f"{type(model).__name__} has no residual block that ends in a norm with a scale; {known}")
+        known = f"such as a class {_RESIDUAL[0]}, or one with {_HAS_SHORTCUT[0]} = True"
+        raise ValueError(f"{type(model).__name__} has no residual block that ends in a norm with a scale, {known}")
     for _, norm in found:
         nn.init.zeros_(norm.weight)
     return [name.removeprefix(".") for name, _ in found]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import UserError, first_line, require
 
 
 def segmenter(
@@ -21,11 +21,9 @@ def segmenter(
     Arguments are those of `segmentation_models_pytorch.create_model`; without `fetch_weights`, `encoder_weights` is ignored.
     Raises `UserError` if the package is not installed, or there is no such model, encoder or weights.
     """
-    try:
-        import segmentation_models_pytorch as smp
-    except ImportError as error:
-        problem = "needs segmentation-models-pytorch, which is not installed"
-        raise UserError("model", problem, "pip install 'runner[smp]'") from error
+    require("model", "runner[smp]", "segmentation_models_pytorch")
+    import segmentation_models_pytorch as smp
+
     try:
         weights = encoder_weights if fetch_weights else None
         model: nn.Module = smp.create_model(name, encoder, weights, in_channels, num_classes)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1, reachable, unknown
 
 # What `classifier` sets itself, and what would load files, or return lists instead of logits.
@@ -116,10 +116,9 @@ classifier.preferred_data = preferred_data  # type: ignore[attr-defined]
 
 def _described(name: str) -> Any:
     """The data config of a model, and where its weights are."""
-    try:
-        import timm
-    except ImportError as error:
-        raise UserError("model", "needs timm, which is not installed", "pip install 'runner[timm]'") from error
+    require("model", "runner[timm]", "timm")
+    import timm
+
     plain, _, tag = name.partition(".")
     if not timm.is_model(plain) or ":" in name:  # a colon would name a folder, or a repository on the network
         raise unknown("model.name", f"there is no timm model '{name}'", plain, timm.list_models())

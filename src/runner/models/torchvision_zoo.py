@@ -188,9 +188,8 @@ def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
         if pretrained:
             fresh.weight.copy_(colour.sum(dim=1, keepdim=True) / in_channels)
         else:
-            fresh.weight.copy_(
-                torch.randn(fresh.weight.shape) * (colour.std() * (colour.shape[1] / in_channels) ** 0.5)
-            )
+            deviation = colour.std() * (colour.shape[1] / in_channels) ** 0.5
+            fresh.weight.copy_(torch.randn(fresh.weight.shape) * deviation)
         if stem.bias is not None and fresh.bias is not None:
             fresh.bias.copy_(stem.bias)
     model.set_submodule(path, fresh)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from runner.base.errors import UserError
+from runner.base.errors import require
 
 
 def lamb(
@@ -28,8 +28,7 @@ def lamb(
     Raises:
         UserError: timm is not installed.
     """
-    try:
-        from timm.optim.lamb import Lamb
-    except ImportError as error:
-        raise UserError("optimizer", "LAMB requires timm", "pip install 'runner[timm]'") from error
+    require("optimizer", "runner[timm]", "timm")
+    from timm.optim.lamb import Lamb
+
     return Lamb(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm)

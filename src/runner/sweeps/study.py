@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import UserError, first_line, require
 from runner.base.secrets import mask_text
 from runner.config.space import Range
 
@@ -141,10 +141,8 @@ def sampler_of(name: str, seed: str, parallel: bool) -> optuna.samplers.BaseSamp
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return optuna.samplers.TPESampler(seed=number, constant_liar=parallel)
-    try:
-        return optuna.samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
-    except ImportError:
-        raise UserError("search.sampler", "is cmaes, which is not installed", "pip install cmaes") from None
+    require("search.sampler", "cmaes", "cmaes")
+    return optuna.samplers.CmaEsSampler(seed=number, warn_independent_sampling=False)
 
 
 def pruner_of(pruner: str, warmup: int, reduction: int) -> optuna.pruners.BasePruner:

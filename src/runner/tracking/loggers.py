@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib.util
 import io
 import json
 import math
@@ -16,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import first_line, require
 from runner.base.files import append, finite, write_atomically, writing
 from runner.tracking.background import Background, Row
 from runner.tracking.background import Logger as Logger
@@ -139,9 +138,7 @@ class TensorBoard(Background):
     ) -> None:
         if flush_s < 1:
             raise ValueError(f"flush_s must be at least 1, got {flush_s}")
-        if importlib.util.find_spec("tensorboard") is None:
-            problem = "needs the package tensorboard, which is not installed"
-            raise UserError("logger.tensorboard", problem, "pip install tensorboard, or logger=none")
+        require("logger.tensorboard", "tensorboard", "tensorboard", otherwise=", or logger=none")
         super().__init__(warn=warn)
         self.address, self.modules, self._flush_s = "tensorboard/", ["torch.utils.tensorboard"], flush_s
         self._watched = watched if images else None

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 import runner
+from runner.base.errors import UserError
 from runner.tracking.formats import csv_text
 
 
@@ -289,3 +290,9 @@ def test_a_notebook_shows_runs_and_tables(many: Callable[[int], Path]) -> None:
     assert "startup (s)" in found[0]._repr_html_()
     assert found[:2].table(seeds="each").folded is False
     assert repr(found) == "<40 runs>"
+
+
+def test_to_pandas_says_what_is_missing(many: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UserError, match="pip install 'pandas'"):
+        runner.runs(many(20)).to_pandas()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import math
@@ -18,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, require
 from runner.base.reading import LARGEST_DATA, bounded, digits, read_regular, read_text, read_yaml
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources import listing
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
-from runner.data.sources.places import Place
 
 OnError = Literal["raise", "skip"]
 
@@ -129,9 +128,8 @@ class DetectionImages(ImageFolder):
         max_pixels: int = Data.max_pixels,
         on_error: OnError = "raise",
     ) -> None:
-        if masks and importlib.util.find_spec("faster_coco_eval") is None:
-            problem = "is true, which needs faster-coco-eval, which is not installed"
-            raise UserError("data.dataset.masks", problem, "pip install 'runner[detection]'")
+        if masks:
+            require("data.dataset.masks", "runner[detection]", "faster_coco_eval")
         for image in images:
             image.problem = image.problem or ((gone := listing.absent(image.path)) and f"{gone} does not exist")
             if image.problem and on_error == "raise":

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError, nearest
+from runner.base.errors import UserError, nearest, require
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding
-from runner.data.sources.places import Place
 from runner.data.sources.tables import Kind, Table, column_targets
 
 _SPLITS = {"train": ("train",), "val": ("validation", "valid", "val", "dev"), "test": ("test",)}
@@ -78,11 +78,9 @@ def hugging_face(
     Raises `UserError` if `datasets` is not installed, the data set, a split or a column is missing or not unique, or a label is
     invalid.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        problem = "needs the library datasets, which is not installed"
-        raise UserError("data.dataset", problem, "pip install 'runner[huggingface]'") from error
+    require("data.dataset", "runner[huggingface]", "datasets")
+    import datasets
+
     decoding = Decoding(image_size, channels, crop_share, max_pixels)
     found = _loaded(datasets, root, path, subset, download)
     all_splits = dict(found) if isinstance(found, Mapping) else {train_split or "train": found}

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from torch.nn import functional as F
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, open_regular, read_regular
 from runner.config.schema.sections import Data
-from runner.data.sources.places import Place
+from runner.data.bad_samples import Place
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -267,12 +265,11 @@ def _by_torchcodec(file: Any) -> Tensor | None:
 @functools.cache
 def _torchcodec() -> Callable[..., Tensor] | None:
     """torchcodec's decoder of JPEGs; None where it is absent, too old to have one, or made for another torch."""
-    if importlib.util.find_spec("torchcodec") is None:
-        return None
     try:
-        decoder: Callable[..., Tensor] = importlib.import_module("torchcodec.decoders").decode_jpeg
-    except (AttributeError, ImportError, OSError, RuntimeError):
+        from torchcodec import decoders
+    except (ImportError, OSError, RuntimeError):
         return None
+    decoder: Callable[..., Tensor] | None = getattr(decoders, "decode_jpeg", None)
     return decoder
 
 

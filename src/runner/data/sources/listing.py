@@ -23,7 +23,7 @@ from torch import Tensor
 from runner.base.errors import UserError, nearest_path
 from runner.base.files import write_atomically
 from runner.base.reading import LARGEST_DATA, read_regular
-from runner.data.sources.places import Place
+from runner.data.bad_samples import Place
 
 _PHOTOS = (".png", ".jpg", ".jpeg", ".jfif", ".jpe", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff")
 _ENDINGS = (*_PHOTOS, ".pgm", ".ppm", ".pbm", ".pnm")

@@ -16,10 +16,10 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError
 from runner.base.reading import read_text
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import check_names, existing, images_below
-from runner.data.sources.places import Place
 
 _IGNORED = 255
 _LOOKED_AT = 8  # masks

@@ -22,12 +22,12 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_regular
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources.detection import with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding, read_image, read_mask
 from runner.data.sources.listing import IndexFile, check_names, times_of
 from runner.data.sources.masks import refuse_ignored, with_mask
-from runner.data.sources.places import Place
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
 from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, objects_of, read_files, usable
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from runner.base.errors import UserError, nearest
+from runner.base.errors import UserError, nearest, require
 from runner.base.reading import bounded, digits
 from runner.config.schema.sections import Data
+from runner.data.bad_samples import Place
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
 from runner.data.sources.listing import absent, is_inside
-from runner.data.sources.places import Place
 
 Kind = Literal["classification", "multilabel", "regression"]
 
@@ -175,11 +175,9 @@ def _check_columns(path: Path, keys: Mapping[str, str], names: Sequence[str]) ->
 
 
 def _read_parquet(path: Path, keys: Mapping[str, str]) -> Table:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        problem = f"{path.name} needs pyarrow, which is not installed"
-        raise UserError("data.dataset.table", problem, "pip install 'runner[parquet]', or a .csv file") from error
+    require("data.dataset.table", "runner[parquet]", "pyarrow", otherwise=", or a .csv file")
+    from pyarrow import parquet
+
     file, size = parquet.ParquetFile(path, read_dictionary=list(keys)), path.stat().st_size
     _check_columns(path, keys, file.schema_arrow.names)
     # A few kilobytes may stand for gigabytes: of rows, and of texts that a dictionary repeats

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from runner.base.reading import digits
+from runner.data.bad_samples import Place
 from runner.data.sources.detection import Annotated, refuse_shares
 from runner.data.sources.listing import EXTENSIONS, is_hidden, is_image, is_unread
-from runner.data.sources.places import Place
 
 LARGEST_CLASS = 2**31 - 1
 COLUMNS = ("offsets", "lengths", "checksums", "labels")

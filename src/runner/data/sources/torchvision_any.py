@@ -11,9 +11,9 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from runner.base.errors import UserError, nearest
+from runner.data.bad_samples import Place
 from runner.data.sources.detection import clipped
 from runner.data.sources.masks import check_values, renumbered
-from runner.data.sources.places import Place
 from runner.instrument.nested import mapped_items
 
 _CHOOSERS = ("train", "split", "image_set")  # arguments that name a split

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from runner.base.errors import PREEMPTED, UserError
 from runner.base.files import writing
-from runner.data.bad_samples import one_line
+from runner.data.bad_samples import Place, one_line
 from runner.data.preparation import exclusive, noticing_signals
 from runner.data.sources.arrays import ImageArrays
-from runner.data.sources.places import Place
 
 _SILENCE_S = 30.0  # how long a server may send nothing
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

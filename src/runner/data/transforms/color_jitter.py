@@ -47,10 +47,7 @@ class ColorJitter:
         Raises `ValueError` if saturation or hue is to change, and there are not 3 channels.
         """
         if (self.saturation or self.hue) and images.shape[1] != 3:
-            found = (
-                f"ColorJitter changes saturation and hue of images with 3 channels, and these have {images.shape[1]}"
-            )
-            raise ValueError(f"{found}; allowed: saturation: 0 and hue: 0")
+            raise ValueError(f"saturation and hue must be 0 for images of {images.shape[1]} channels instead of 3")
         white = 255.0 if images.dtype == torch.uint8 else 1.0
         pixels = images.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         # Every operation rounds separately, and none sums floats: a sample has the same bits in any batch.

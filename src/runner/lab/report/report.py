@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, require
 from runner.base.files import finite, write_atomically
 from runner.base.secrets import mask_text, mask_values
 from runner.config.keys import flatten
@@ -48,6 +48,7 @@ class Runs(UserList[Run]):
 
     def to_pandas(self) -> Any:
         """A pandas DataFrame with a row for each run: its path, status, keys that differ, metrics and time."""
+        require("to_pandas", "pandas", "pandas")
         import pandas
 
         keys = differing_keys(self.data) if self.data else []
@@ -106,6 +107,7 @@ class Report:
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame: a row for each setting, with mean and deviation."""
+        require("to_pandas", "pandas", "pandas")
         import pandas
 
         head, lines = self.table.plain()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import os
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from runner.base.errors import UserError, nearest
+from runner.base.errors import nearest, require
 from runner.base.files import write_json
 from runner.base.reading import read_json, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_values
@@ -43,9 +42,7 @@ class Tracker(Background):
         """Set where rows go (without secrets), modules to import, those that must be installed, and what identifies the run."""
         if self.wait_s < 0:
             raise ValueError(f"wait_s must be at least 0, got {self.wait_s}")
-        if missing := [module for module in needs if importlib.util.find_spec(module) is None]:
-            problem = f"needs {' and '.join(missing)}, which is not installed"
-            raise UserError(f"logger.{self.name}", problem, f"pip install 'runner[{self.name}]', or logger=none")
+        require(f"logger.{self.name}", f"runner[{self.name}]", *needs, otherwise=", or logger=none")
         self.address, self.modules, self.settings = address, modules, settings
         self._sent = dict[str, int]()  # last step of each split that has arrived
         super().__post_init__()
