@@ -194,6 +194,14 @@ def test_sweeps_and_launchers_use_no_internals_of_hydra_no_patches_and_no_import
             assert forbidden not in path.read_text(), path
 
 
+def test_the_eight_files_to_read_first_are_short() -> None:
+    page = (SOURCE.parents[1] / "docs/explanation/architecture.md").read_text()
+    section = page.split("## Eight files to read first")[1].split("\n## ")[0]
+    files = re.findall(r"^\d\. `([\w/.]+)`", section, re.MULTILINE)
+    assert len(files) == 8
+    assert sum(len((SOURCE / name).read_text().splitlines()) for name in files) <= 2_900
+
+
 BUDGET = {
     ".": 824,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
