@@ -152,7 +152,7 @@ def _build(directory: RunDirectory, ending: contextlib.ExitStack) -> Run:
     """What is trained: what the config says, at the position of the checkpoint."""
     config, found = directory.config, directory.found
     start = resume.made_of(found, "position", Position) if found else None
-    if config.compile:
+    if config.compile:  # else variants that another run in this process compiled would count against torch's limit
         forget_compiled()
     # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
     run = build_run(config, start, make_cache=may_write_cache(config, directory.composition.values))
@@ -232,6 +232,7 @@ def _train(
         if data.test is not None and config.evaluate.test and not loop.pruned:
             directory.summary |= evaluator.test(saving.manager)
             tested = directory.summary["test"] | {WEIGHTS_STEP: directory.summary["test_step"]}
+            # In the epoch that has begun, if it has not ended
             buffer("test", tested, state.position.global_step, state.position.epoch + (state.position.batch > 0))
         elif data.test is None and config.evaluate.test and config.data.split.val != "test":
             console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
@@ -242,7 +243,7 @@ def _train(
 
 
 def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[Compilation]) -> None:
-    """Add to the summary what compilation cost, and how many samples could not be read."""
+    """Close the data, and note what compilation cost, how many samples could not be read, and whether the machine was busy."""
     for report in compiled:
         directory.summary |= report.summary()
     data.close()

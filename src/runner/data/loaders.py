@@ -156,9 +156,9 @@ class Loader:
                 raise UserError("data.batch_sampler", problem, "the same number in each epoch")
         numbers = range(start, stop, step)
         copied = self._copied((self._places(positions) for positions in self._pieces(order, numbers)), epoch)
-        # Only what uses no stateful generator may run before it is requested.
+        # Random numbers of samples are keyed by their number, so preparing ahead does not change them. What uses a stateful
+        # generator may not run before it is requested: then only the copies are made ahead.
         early = self.prepare is None or self.prepare.per_sample
-        # Random numbers of samples are keyed by their number, so preparing ahead does not change them
         if self._prefetches and not early:
             copied = prefetch_to_cuda(copied, self.device)
         batches = self._prepared(copied, epoch)

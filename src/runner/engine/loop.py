@@ -5,8 +5,8 @@
         for each remaining batch of the epoch:
             step                           # forward, loss, backward
             at the end of an accumulation window:
-                                           # optimizer step, next learning rate
-                on_step
+                                           # optimizer step
+                on_step                    # then the next learning rate
                 evaluate, on_evaluation    # if due
                 on_boundary                # save checkpoints; then obey signals and limits
     on_end

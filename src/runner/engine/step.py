@@ -89,7 +89,7 @@ class Step:
     """
 
     state: TrainState  # what training changes
-    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over the samples
+    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over what `weight` counts
     compiled: Callable[[Any], Tensor] | None = None  # the objective compiled, which replaces it
     weight: Callable[[Any], Any] | None = None  # what the mean of the data of a batch is over; None for its samples
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around the objective
@@ -126,11 +126,14 @@ class Step:
             return self.mean_of(data)
 
     def mean_of(self, data: Any) -> Tensor:
-        """The same, in a context for forward passes."""
+        """As `loss`, for callers that have entered `autocast`."""
         return (self.compiled or self.objective)(data)
 
     def share(self, data: Any, share: float) -> float | Tensor:
-        """What a loss counts in the sum of a step: its share, or its weight, by whose sum `combine` divides the gradients."""
+        """The factor of a batch's loss in its window: its share of the samples, or the weight that the task counts.
+
+        `combine` divides the gradients by the sum of the weights, which is known only at the end of the window.
+        """
         if self.weight is None:
             return share
         state = self.state
