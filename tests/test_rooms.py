@@ -203,24 +203,24 @@ def test_the_eight_files_to_read_first_are_short() -> None:
 
 
 BUDGET = {
-    ".": 824,
+    ".": 825,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
-    "checkpoint": 1_400,
-    "config": 3_614,
-    "data": 7_742,  # boxes, outlines and names of all readers are checked alike
+    "checkpoint": 1_403,
+    "config": 3_641,
+    "data": 7_750,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
-    "engine": 3_019,  # with the step of ranks, which was in distributed
+    "engine": 3_022,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_019,
     "launch": 967,
     "models": 1_302,
     "optim": 1_297,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_802,
+    "run": 3_809,
     "runtime": 1_354,
     "sweeps": 1_851,
     "tasks": 770,
     "tracking": 1_923,
-    "verbs": 2_262,
+    "verbs": 2_264,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

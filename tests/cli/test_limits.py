@@ -36,13 +36,18 @@ def test_a_file_where_a_run_needs_a_folder_is_a_mistake(
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
-@pytest.mark.parametrize("place", ["/dev/null/x", "/dev/null", "file/a/b"])
+@pytest.mark.parametrize("place", ["/proc/foo", "/dev/null/x", "/dev/null", "file/a/b"])
 def test_a_folder_that_cannot_be_made_is_a_mistake(rejected: Any, workdir: Path, key: str, place: str) -> None:
     (workdir / "file").touch()
     sweep = ("--multirun", "seed=0,1") if "sweep" in key else ()
     result = rejected("train", *SMALL, *sweep, f"{key}={place}")
     assert f"{key}: cannot be {place}: " in result.err
     assert f"the override {key}={place}" in result.err
+
+
+def test_looking_whether_a_folder_can_be_made_leaves_nothing(rejected: Any, workdir: Path) -> None:
+    rejected("train", *SMALL, "hydra.run.dir=a/b", "optimizer.lr=wrong")
+    assert [path for path in workdir.rglob("*") if path.name.startswith(".runner_")] == []
 
 
 @pytest.mark.extended

@@ -84,6 +84,8 @@ WRONG = [
     ("metrics.f1", "f1", "cannot be f1", "a mapping with _target_"),
     ("ckpt_path", {"a": 1}, "cannot be {a: 1}", "text or null"),
     ("activation_checkpointing", 0.5, "cannot be 0.5", "true, false, text or a list, each item text"),
+    ("activation_checkpointing", 2, "cannot be 2", "true, false, text or a list, each item text"),
+    ("activation_checkpointing", 1, "cannot be 1", "true, false, text or a list, each item text"),
     ("activation_checkpointing", None, "cannot be null", "true, false, text or a list, each item text"),
 ]
 

@@ -186,3 +186,9 @@ def test_a_transform_that_works_in_place_leaves_the_data_set_as_it_is(name: str)
     assert all(image.any() for image in before)
     assert not next(iter(splits.train.loader.batches(0, 0, 1))).images.any()
     assert all(torch.equal(keyed.dataset[place + 1][0], image) for place, image in enumerate(before))
+
+
+def test_copies_of_the_first_sample_do_not_copy_the_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits = read_splits(Data(dataset={"_target_": "runner.data.sources.synthetic.synthetic"}, num_workers=0))
+    monkeypatch.setattr("copy.deepcopy", lambda value: pytest.fail("a view would be copied with all of its storage"))
+    assert len(splits.example_batch(64).indices) == 64

@@ -272,7 +272,7 @@ def test_what_it_cannot_be_combined_with(problems: Any, words: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("data=synthetic", "data.dataset.kind=regression"), "are not known without reading"),
+        (("data=synthetic", "data.dataset.kind=regression"), "are not one class per sample"),
         (("data=own", "data.dataset._target_=unlisted.Unlisted"), "are not known without reading"),
     ],
 )

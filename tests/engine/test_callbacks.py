@@ -180,6 +180,19 @@ def test_the_logged_loss_is_the_mean_over_the_samples_since_the_last_time(bench:
         assert seldom.train[epoch][2]["loss"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_nothing_waits_for_the_device_between_two_log_points(bench: Any, waits: Any) -> None:
+    counts: list[int] = []
+
+    class Count:
+        def on_step(self, loop: Loop) -> None:
+            counts.append(len(waits.found))
+
+    one = bench(40, parts={"clip_norm": 1.0}, validate=False, limits={"epochs": 2, "max_steps": None})
+    with waits:
+        one.loop(LearningRateMonitor(), Log(5, [Records()]), Checkpointing(None, 9, lambda *_: None), Count()).run()
+    assert counts == [step // 5 for step in range(1, 21)], "one reading at each log point, and none besides"
+
+
 def test_learning_rates_are_logged_beside_the_loss(bench: Any) -> None:
     records, one = Records(), bench(10)
     one.loop(LearningRateMonitor(), Log(3, [records])).run()

@@ -312,6 +312,7 @@ def test_what_applies_is_tried_and_what_does_not_is_named(what: str, tried: Trie
     assert absent is not None or set(found) == names
     assert not [name for name in found if name.startswith(absent or ())]
     assert inapplicable <= set(left_out)
+    assert absent is not None or set(left_out) == inapplicable
 
 
 def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_for_the_disk(

@@ -199,6 +199,13 @@ def test_a_folder_is_at_work_as_long_as_another_process_holds_it_whatever_number
     assert not works(tmp_path)
 
 
+def test_a_directory_that_cannot_be_used_is_not_locked(tmp_path):
+    (tmp_path / "plots").touch()
+    with pytest.raises(UserError, match="plots"):
+        opened(tmp_path)
+    assert not (tmp_path / ".lock").exists()
+
+
 def test_a_process_that_asks_about_its_own_folder_keeps_the_lock(tmp_path):
     held = hold(tmp_path)
     assert not works(tmp_path)

@@ -70,7 +70,11 @@ def finite(directory: Path) -> bool:
 
 
 AMP = ["amp=false", "amp=bf16", "amp=fp16"]
-CAUSES = {"Input": "the images of sample", "Weight": "weights are not finite", "Gradient": ""}
+CAUSES = {
+    "Input": "the images of sample",
+    "Weight": "weights are not finite",
+    "Gradient": "the cause could not be reproduced",
+}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,13 @@ def test_raise_stops_and_keeps_what_was_saved(faulty: Any, fault: str, amp: str)
         batch = torch.load(result.directory / "nonfinite" / "step_0000000013.pt", weights_only=True)
         assert batch["images"].isnan().any() == (fault == "Input")
         assert len(batch["indices"]) == 8
+
+
+def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Any) -> None:
+    result = faulty("Gradient", "raise", "amp=fp16")
+    assert result.status == 0, result.err
+    assert read(result.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"] < 2.0**16
+    assert finite(result.directory)
 
 
 @pytest.mark.parametrize(

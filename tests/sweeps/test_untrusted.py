@@ -95,7 +95,7 @@ WRONG_TYPES: dict[str, list[Any]] = {
     "jobs": [3, ["a"], {"a": 3}, {"a": [3]}],
     "swept": [3, "seed", [[1]]],
     "flags": [3, "abc", [1]],
-    "time": ["x", None, []],
+    "time": ["x", "12", None, [], True, float("nan")],
     "base": [3, ["a"], None],
 }
 

@@ -58,7 +58,7 @@ def load(
     # Words find the run by time; a path may name a file, a run directory, or a folder of checkpoints
     run = newest_run(runs, key) if ckpt_path in ("last", "best") else Path(ckpt_path)
     if run.is_file():
-        return _first_whole([run], key, parts, later)
+        return _first_whole([run], key, parts, later, single=True)
     if not run.is_dir():
         special = run.exists() or run.is_symlink()
         problem, near = (f"{run} is not a regular file", "") if special else (f"there is no {run}", nearest_path(run))
@@ -66,7 +66,7 @@ def load(
     # Checkpoints may have been moved out of their run directory
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     if "best" in (ckpt_path, prefer) and (best := named(folder, "best")):
-        return _first_whole([best], key, parts, later)
+        return _first_whole([best], key, parts, later, single=True)
     # Whoever asks for the best one by name does not want another; a verb that only prefers it gets the last
     if ckpt_path == "best":
         raise UserError(key, f"{run} has no best checkpoint", f"{key}=last")
@@ -130,14 +130,17 @@ def _newest(folder: Path) -> list[Path]:
     return [*filter(None, [named(folder, "last")]), *filter(Path.is_file, step_files(folder))]
 
 
-def _first_whole(paths: list[Path], key: str, parts: Parts | None, later: bool) -> LoadedCheckpoint:
-    """The first checkpoint that is not damaged; a single one is not replaced, and the error names one beside it."""
-    damaged, single = list[UserError](), len(paths) == 1
+def _first_whole(
+    paths: list[Path], key: str, parts: Parts | None, later: bool, single: bool = False
+) -> LoadedCheckpoint:
+    """The first checkpoint that is not damaged; a `single` one is not replaced, and the error names one beside it."""
+    damaged = list[UserError]()
     if single:
         paths = [*paths, *(path for path in _newest(paths[0].parent) if not path.samefile(paths[0]))]
     for path in paths:
         try:
-            contents = read(path, parts, later)
+            # What is recommended is read whole
+            contents = read(path, None if damaged and single else parts, later)
         except UserError as error:
             # A file of a newer version is not damaged, and no older one is taken instead
             if not (isinstance(error, DamagedCheckpoint) or (single and damaged)):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.sources_registry import SourcesRegistry
@@ -27,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.base.errors import ConfigError, Problem, nearest
 from runner.config.keys import ANY_KEY, closest
 from runner.config.sources import Sources, shipped, text_of
-from runner.config.yaml_files import refusing
+from runner.config.yaml_files import compose, refusing, walk
 
 # Hydra 1.4 deprecates the argument; 1.3 warns without it.
 _VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__ < "1.4" else {}
@@ -71,6 +72,8 @@ def files_checked() -> Iterator[None]:
     def check_and_load(self: Any, config_path: str) -> Any:
         path = Path(self.path, self._normalize_file_name(config_path))
         text_of(path)
+        if not path.is_relative_to(shipped()):
+            _check_defaults(path)
         with refusing(path):
             return load_config(self, config_path)
 
@@ -79,6 +82,17 @@ def files_checked() -> Iterator[None]:
         yield
     finally:
         source.load_config = load_config
+
+
+def _check_defaults(path: Path) -> None:
+    """Raise a `ConfigError` with the place of a list of defaults that is none, as Hydra names no file."""
+    for name, _, node in walk(compose(path)):
+        items = node.value if isinstance(node, yaml.SequenceNode) else [None]
+        fits = all(isinstance(each, yaml.MappingNode) or getattr(each, "tag", "").endswith("str") for each in items)
+        if name == "defaults" and not fits:
+            place = f"{path}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+            allowed = "lines such as '- override /model: mlp'"
+            raise ConfigError([Problem(place, "defaults is not a list of options", allowed)])
 
 
 @contextlib.contextmanager

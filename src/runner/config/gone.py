@@ -64,7 +64,7 @@ GONE: dict[str, Gone] = {
 
 def _entry(key: str, values: Mapping[str, Any] | None = None, name: str = "") -> Gone | None:
     # Arguments of a user's class are the user's, whatever they are called; `name` is the key inside `values`
-    target = f"{name.rpartition('.')[0]}._target_".lstrip(".")
+    target = f"{str(name).rpartition('.')[0]}._target_".lstrip(".")
     if values is not None and not str(values.get(target, "runner.")).startswith("runner."):
         return None
     parents = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,15 +30,27 @@ def in_sweep(folder: Path) -> bool:
 
 
 def not_folders(words: Sequence[str]) -> list[Problem]:
-    """Folders on the command line that cannot be made, as far as their nearest parent tells; torch is not needed to say so."""
+    """Folders on the command line that cannot be made; Hydra makes them before any job starts."""
     problems = []
     for key, _, value in (word.partition("=") for word in words):
-        if key not in ("hydra.run.dir", "hydra.sweep.dir", "sweep.dir", "output_root"):
-            continue
-        path = Path(value.strip("'\""))
-        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
-        if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
-            continue
-        reason = "permission denied" if there.is_dir() else f"{there} is a file"
-        problems.append(Problem(key, f"cannot be {path}: {reason}", "a folder", origin=f"the override {key}={value}"))
+        if key in ("hydra.run.dir", "hydra.sweep.dir", "sweep.dir", "output_root"):
+            path = Path(value.strip("'\""))
+            if reason := _not_makeable(path):
+                message = f"cannot be {path}: {reason}"
+                problems.append(Problem(key, message, "a folder", origin=f"the override {key}={value}"))
     return problems
+
+
+def _not_makeable(path: Path) -> str:
+    """The reason why a folder cannot be made, found by making another one in its place; an empty string if it can."""
+    try:
+        there = next(each for each in (path, *path.parents) if each.exists())
+        if not there.is_dir():
+            return f"{there} is a file"
+        if there == path and not os.access(path, os.W_OK | os.X_OK):
+            return "permission denied"
+        if there != path:
+            Path(tempfile.mkdtemp(prefix=".runner_", dir=there)).rmdir()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""

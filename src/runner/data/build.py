@@ -80,8 +80,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
 def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
     """Set what is known of images and targets, and decide how they are read; returns warnings."""
     config, data, parts, (train_set, indices) = made.config, made.config.data, made.parts, made.parts["train"]
-    firsts = {name: made.first(name, False, 1) for name in parts}
-    made.examples, made.tried = {name: items[0] for name, (items, _) in firsts.items()}, firsts["train"]
+    made.examples = {name: made.first(name, False, 1)[0][0] for name in parts}
     first = made.examples["train"][0]
     transforms = made.sample_train, made.sample_eval
     made.placement = plan_placement(config, parts, transforms, made.device, first, make_cache=make_cache)
@@ -143,8 +142,10 @@ def _files_listed_twice(parts: Parts) -> list[str]:
 def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
     """The samples of the training split by class; raises `UserError` if it has none, or they are not known."""
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
-        problem = "is balanced, and the classes of the training samples are not known without reading them"
-        raise UserError("data.sampler", problem, "null, or data with an attribute targets, one class per sample")
+        unknown = "the classes of the training samples are not known without reading them"
+        why = unknown if targets is None and classes else "the targets are not one class per sample"
+        allowed = "null, or data with an attribute targets, one class per sample"
+        raise UserError("data.sampler", f"is balanced, and {why}", allowed)
     # A number outside of the classes is named with its sample by the task
     return ClassBalance(targets[indices[:]].clamp(0, classes - 1))
 
@@ -195,14 +196,18 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
                 yield start, dataset.images[indices[start : start + 4096]]
             return
         reader = made.reader("train", False, replacing=False)
+        if not made.replacements:  # several at once, as keeping the random generators takes longer than a small sample
+            for some in torch.split(indices[:: max(1, len(indices) // _MEASURED)], 64):
+                items = reader.__getitems__([(0, index) for index in some.tolist()])
+                yield from ((index, image[None]) for index, (image, _) in zip(some.tolist(), items, strict=True))
+            return
         for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
             try:
                 yield index, reader[0, index][0][None]
             except (MemoryError, DataFailed):
                 raise
             except Exception:
-                if not made.replacements:
-                    raise
+                continue
 
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for index, chunk in chunks():

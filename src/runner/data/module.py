@@ -227,10 +227,13 @@ class DataModule:
 
     def example_batch(self, samples: int) -> Batch:
         """A batch of so many copies of the first training samples, pairs without augmentation."""
+        if self.pairs:  # views of one image: a copy of a view would copy all that it is a view of
+            image, target = (each.expand(samples, *each.shape[1:]) for each in self.example)
+            indices = torch.zeros(samples, dtype=torch.int64, device=self.device)
+            return Batch((self.train_for_eval.prepare(image, indices, 0), target), indices)
         items, indices = self.tried
         places = torch.arange(samples) % len(items)
-        split = self.train_for_eval if self.pairs else self.train
-        return split.batch([items[place] for place in places.tolist()], indices[places])
+        return self.train.batch([items[place] for place in places.tolist()], indices[places])
 
     def evaluated_batch(self) -> Batch:
         """The first samples as evaluations get them, at most two; of pairs, those of training."""

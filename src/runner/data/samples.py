@@ -210,7 +210,7 @@ class Collate:
         except (UserError, MemoryError):
             raise
         except Exception as error:
-            if SHARED_MEMORY in str(error):  # there is no room for a batch, whoever makes it
+            if self.function is pair_batch or SHARED_MEMORY in str(error):  # no function of the user is at fault
                 raise
             raise UserError("data.collate", f"cannot make a batch of samples: {with_place(error)}") from error
         data = _plain(tuple(data) if type(data) is list else data)

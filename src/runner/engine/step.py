@@ -226,7 +226,7 @@ class WindowStep(Step):
 
     def accumulate(self, batch: Batch, weight: float, samples: int) -> None:
         """Keep a batch until the end of its window."""
-        self._window.append((batch, weight, samples))
+        self._window = [*self._window, (batch, weight, samples)]  # a copy of a step has the same list
 
     def update(self) -> None:
         """Train on the window."""

@@ -166,8 +166,13 @@ def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image
         raise UserError("init_from", problem, "init_from={teacher: PATH}")
     head = None
     if "model" in files and image.numel():
-        with contextlib.suppress(UserError):  # one that cannot be told from the rest may be loaded, too
+        try:
             head = head_of(modules["model"], image, "init_from")
+        except UserError as error:
+            if not isinstance(
+                error.__cause__, HeadNotFound
+            ):  # one that cannot be told from the rest may be loaded, too
+                raise
     others = {
         name: start_from(config, modules[name], head if name == "model" else None, data.classes, name=name, path=path)
         for name, path in files.items()

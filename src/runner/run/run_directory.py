@@ -104,9 +104,8 @@ class RunDirectory:
         """Use a directory that no other process writes into from now on, until this one ends, however it ends; raises as `hold`."""
         # Before anything is written, as a link would lead the first write elsewhere
         refuse_special_files(path)
-        make_folder(path)
-        self._lock = hold(path)
         self._use(path)
+        self._lock = hold(path)
         self.is_open = True
         # Temporary files of a killed process; the lock excludes that another one uses them.
         for folder in (path, self.plots, self.checkpoints) if self._lock is not None else ():

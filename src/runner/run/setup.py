@@ -72,8 +72,11 @@ def to_continue(composition: Composition) -> tuple[Path | None, list[str]]:
     It is the run in the folder that Hydra was given, or the newest unfinished one of this command.
     """
     fixed = composition.job_dir or composition.run_dir
+    if fixed is not None and (fixed / "summary.json").is_file():
+        refuse_special_files(fixed)  # before anything in it is read
+        return fixed, []
     if fixed is not None:
-        return (fixed if (fixed / "summary.json").is_file() else None), []
+        return None, []
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     unlike = _compared_with(composition)

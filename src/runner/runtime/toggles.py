@@ -157,7 +157,7 @@ def compile_learner(
             part.compile(**arguments)
             part._compiled_call_impl = _with_user_errors(part._compiled_call_impl)
         # Blocks share their code, of which torch compiles 8 variants and runs further ones uncompiled
-        torch._dynamo.config.recompile_limit = max(8, 4 * len(parts))
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(parts))
     else:
 
         def objective(images: Tensor, targets: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from runner.base.errors import UserError
 from runner.base.files import append, writing
@@ -54,7 +54,7 @@ class Entry(Outcome):
 class Launch:
     """The line that the process of a sweep begins with."""
 
-    time: float  # in Unix seconds
+    time: Annotated[float, Field(strict=True, allow_inf_nan=False)]  # in Unix seconds
     swept: list[str]  # keys and groups that have several values
     base: dict[str, Any]  # the values by dotted key that all jobs have in common
     jobs: dict[str, list[str]] | None  # the overrides of each by identity; None for a search, which chooses them later

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import make_folder, write_atomically
+from runner.base.files import write_atomically, writing
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS, sources_and_words, split_words
 
@@ -53,7 +53,8 @@ def copy(argv: Sequence[str]) -> int:
         raise UserError("copy", problem, "another name, with --name NAME")
     # The header of the file shows how the option is selected, so it gets the new name
     text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
-    make_folder(path.parent)
+    with writing(path, "copy", "another folder"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, text.encode())
     print(f"change {path}, then: python -m runner train --config-dir {words[1]} {group}={new}")
     print(path)

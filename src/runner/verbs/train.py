@@ -75,10 +75,11 @@ def run_composition(composition: Composition) -> tuple[RunDirectory, float | Non
 def _train(directory: RunDirectory, signals: StopSignals) -> float | None:
     """Train here, or with other ranks."""
     config, job = directory.config, directory.job()
+    size = count_ranks(config)  # refuses more than there can be
     # Ranks that torchrun or SLURM started wait for the job; otherwise this process starts them if there are several
     if started_by_launcher():
         return lead(job, config, lambda: train(directory, signals, _pruning(world().decide)))
-    if (size := count_ranks(config)) == 1:
+    if size == 1:
         return train(directory, signals, _pruning(world().decide))
     from runner.launch.ranks import run_ranks
 
