@@ -42,11 +42,25 @@ class _Watched:
         return getattr(self._inner, name)
 
 
+class _WatchedStep:
+    """A step that tells after each batch."""
+
+    def __init__(self, inner: Any, after: Callable[[], None]) -> None:
+        self._inner, self._after = inner, after
+
+    def __call__(self, *values: Any, update: bool) -> None:
+        self._inner(*values, update=update)
+        self._after()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 def telling(tell: Tell) -> None:
     """Report every phase of every micro-batch, of evaluations, and of restoring."""
     from runner.checkpoint import resume
-    from runner.engine import step
     from runner.engine.loop import Loop
+    from runner.engine.step import Step
     from runner.run import evaluation
 
     at = {"batch": -1, "evaluation": -1}
@@ -55,15 +69,10 @@ def telling(tell: Tell) -> None:
     @functools.wraps(begin)
     def begin_watched(self: Loop, *args: Any, **options: Any) -> None:
         begin(self, *args, **options)
-        train_on = self.step
 
         def arrive() -> None:
             at["batch"] += 1
             tell("after fetch", at["batch"])
-
-        def step_watched(*values: Any, update: bool) -> None:
-            train_on(*values, update=update)
-            tell("after update", at["batch"])
 
         self.source = _Watched(  # type: ignore[assignment]
             self.source,
@@ -71,18 +80,18 @@ def telling(tell: Tell) -> None:
             arrive,
             lambda: tell("after log", at["batch"]),
         )
-        self.step = step_watched
+        self.step = _WatchedStep(self.step, lambda: tell("after update", at["batch"]))  # type: ignore[assignment]
 
     Loop.__init__ = begin_watched  # type: ignore[method-assign]
     for name in ("forward", "backward"):
-        original = getattr(step, name)
+        original = getattr(Step, name)
 
         def run(*args: Any, original: Callable[..., Any] = original, name: str = name) -> Any:
             result = original(*args)
             tell(f"after {name}", at["batch"])
             return result
 
-        setattr(step, name, run)
+        setattr(Step, name, run)
 
     evaluate, restore = evaluation.evaluate, resume.restore
 
