@@ -11,13 +11,14 @@ import pytest
 import torch
 from read_splits import data_config
 from small_loaders import ARRAYS, CPU, Listed
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data import placement
-from runner.data.loaders import BatchPlan
-from runner.data.placement import DataPlacement, WorkerChoice, choose_num_workers, plan_placement
+from runner.data.loaders import BatchPlan, MemoryLoader
+from runner.data.module import DataModule
+from runner.data.placement import WorkerChoice, choose_num_workers, holds_tensors, place
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
 from runner.data.workers import WorkerLoader
@@ -28,10 +29,12 @@ CUDA = torch.device("cuda", 0)
 READ = Listed(ARRAYS)  # the same images, read one by one
 
 
-def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> DataPlacement:
+def plan(dataset: Dataset[Any] = ARRAYS, device: torch.device = CPU, **keys: Any) -> DataModule:
     data = Data(dataset={"_target_": "some.where"}, **{"batch_size": 40, **keys})
     parts = {"train": (dataset, torch.arange(60)), "val": (dataset, torch.arange(10))}
-    return plan_placement(data_config(data, batch_size=16), parts, ([], []), device, ARRAYS.images[0])
+    made = DataModule(data_config(data, batch_size=16), device, parts, torch.float32)
+    place(made, ARRAYS.images[0].nbytes)
+    return made
 
 
 OF_CUDA = "data.pin_memory=true has no effect: it is for copies to a CUDA device"
@@ -128,7 +131,7 @@ AS_SET = ("data path", "workers", "as set")
         (ARRAYS, {"placement": "ram"}, [("data path", "in RAM", "as set")]),
         (ARRAYS, {"placement": "device"}, [("data path", "in RAM", "as set")]),
         (ARRAYS, {"placement": "disk", "num_workers": 1}, [AS_SET]),
-        (ARRAYS, {"placement": "disk"}, [AS_SET, ("workers", "0", "auto: the images are arrays in memory")]),
+        (ARRAYS, {"placement": "disk"}, [AS_SET, ("workers", "0", "auto: the samples are in memory")]),
         (READ, {"num_workers": 1}, [("data path", "workers", "images are read one by one")]),
         (READ, {"placement": "disk"}, [AS_SET, ("workers", "0", "auto: fewer than 64 samples")]),
     ],
@@ -143,11 +146,14 @@ def test_a_cache_is_read_from_its_file_or_copied_into_memory_that_is_large_enoug
     keys = {"cache": "disk", "cache_dir": str(tmp_path), "num_workers": 0}
     for wanted, copied in (("auto", False), ("ram", True)):
         found = plan(READ, placement=wanted, **keys)
-        images, targets = found.stored(READ)
-        source = found.source(READ)
+        train, val = (found.split(name, False).loader for name in ("train", "val"))
+        source = found.sources["train"]
         assert isinstance(source, CachedImages)
+        assert isinstance(train, MemoryLoader)
+        assert isinstance(val, MemoryLoader)
+        images, targets = train._images, train._targets
         assert (images is not source.images) == copied
-        assert found.stored(READ)[0] is images
+        assert val._images is images
         assert torch.equal(images.index_select(0, torch.arange(len(READ))), ARRAYS.images)
         assert torch.equal(targets, ARRAYS.targets)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
@@ -175,11 +181,18 @@ def test_there_are_as_many_as_cores_at_most_eight_and_none_for_arrays_and_few_sa
 ) -> None:
     set_limits(monkeypatch, cores=3)
     assert chosen() == WorkerChoice(3, "auto: 3 cores")
-    assert chosen(arrays=True) == WorkerChoice(0, "auto: the images are arrays in memory")
+    assert chosen(arrays=True) == WorkerChoice(0, "auto: the samples are in memory")
     assert chosen(samples=63) == WorkerChoice(0, "auto: fewer than 64 samples")
     assert chosen(2, arrays=True) == chosen(2, samples=1) == WorkerChoice(2)
     set_limits(monkeypatch, cores=64)
     assert chosen() == WorkerChoice(8, "auto: at most 8")
+
+
+def test_tensors_of_the_user_need_no_workers() -> None:
+    tensors = TensorDataset(ARRAYS.images, ARRAYS.targets)
+    assert holds_tensors(Subset(tensors, range(9)))
+    assert not holds_tensors(READ)
+    assert plan(tensors).choices[1] == ("workers", "0", "auto: the samples are in memory")
 
 
 def test_more_workers_than_cores_or_shared_memory_are_doubted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.data.module import DataModule, make_callable, read_datasets
-from runner.data.placement import choose_num_workers, plan_placement
+from runner.data.placement import place
 from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, block_ends
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
@@ -50,8 +50,14 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     made.ends = block_ends(train_set, train_indices) if data.shuffle == "blocks" else None
     made.classes = tuple(str(name) for name in getattr(train_set, "classes", None) or ())
     # The first samples tell what batches are like, before anything is built for them
-    facts = _learn_of_pairs(made, make_cache) if made.pairs else _learn_of_fields(made)
-    made.warnings = [*made.placement.warnings, *unkept, *facts, *_files_listed_twice(parts)]
+    facts = _learn_of_pairs(made, make_cache) if made.pairs else []
+    if not made.pairs:
+        items, _ = made.tried = made.first("train", True, data.samples_a_batch)
+        place(
+            made, sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
+        )
+        made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
+    made.warnings += [*unkept, *facts, *_files_listed_twice(parts)]
     # Mixing needs the number of classes to make probabilities of targets
     if (node := config.transform.mix) is not None:
         made.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(made.classes) or None)
@@ -79,11 +85,10 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
 
 def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
     """Set what is known of images and targets, and decide how they are read; returns warnings."""
-    config, data, parts, (train_set, indices) = made.config, made.config.data, made.parts, made.parts["train"]
+    data, parts, (train_set, indices) = made.config.data, made.parts, made.parts["train"]
     made.examples = {name: made.first(name, False, 1)[0][0] for name in parts}
     first = made.examples["train"][0]
-    transforms = made.sample_train, made.sample_eval
-    made.placement = plan_placement(config, parts, transforms, made.device, first, make_cache=make_cache)
+    place(made, first.nbytes, make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
     warnings = _learn_targets(made)
@@ -112,21 +117,8 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
         problem = f"has {len(mean)} values, but the images have {channels} channels"
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
     made.mean, made.std = mean, std
-    made.choices = [*made.placement.choices, as_shown(mean, std, reason)]
+    made.choices.append(as_shown(mean, std, reason))
     return warnings
-
-
-def _learn_of_fields(made: DataModule) -> list[str]:
-    """Read the first samples that have other fields than an image and a target, and decide how many workers read the others."""
-    config, data, indices = made.config, made.config.data, made.parts["train"][1]
-    items, _ = made.tried = made.first("train", True, data.samples_a_batch)
-    sample_bytes = sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
-    ahead = data.prefetch * (data.samples_a_batch + config.evaluate.batch_size) * sample_bytes
-    choice = choose_num_workers(data.num_workers, len(indices), bytes_ahead=ahead)
-    made.placement.workers = choice.workers
-    made.choices = [("workers", str(choice.workers), choice.reason)] if choice.reason else []
-    made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
-    return choice.warnings
 
 
 def _files_listed_twice(parts: Parts) -> list[str]:

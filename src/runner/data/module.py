@@ -20,9 +20,9 @@ from runner.config.targets import FACTS, build, resolve
 from runner.data.bad_samples import NOT_READ, BadSample, BadSamples, ReplacementSampler
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
-from runner.data.placement import DataPlacement
 from runner.data.sampler import AllSamples
 from runner.data.samples import Collate, SampleTransform, SeededDataset, stacked
+from runner.data.sources.arrays import CachedImages
 from runner.data.splits import Parts
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
@@ -86,14 +86,16 @@ class DataModule:
     """A data set with its splits, ready for training and evaluation: what is known of it, and what builds its loaders.
 
     `read_data` sets what has a default; most of that stays unknown of samples that are not pairs. Loaders are built from memory,
-    or with workers, as `placement` says, which is known once the first samples are.
+    or with workers, which is decided once the first samples are known (`runner.data.placement`).
     """
 
     config: Train
     device: torch.device  # where batches are
     parts: Parts  # the data set and the samples of each split
     dtype: torch.dtype  # of prepared images
-    placement: DataPlacement = field(default_factory=DataPlacement)
+    in_memory: torch.device | None = None  # where images are gathered from; None to read samples one by one
+    workers: int = 0  # processes that read them one by one
+    caches: dict[int, CachedImages] = field(default_factory=dict)  # by the `id` of the data set
     train: SplitData = field(init=False)
     val: SplitData | None = None
     test: SplitData | None = None
@@ -127,7 +129,7 @@ class DataModule:
         self.replacements = {
             name: ReplacementSampler(self.config.seed, indices) for name, (_, indices) in self.parts.items() if skips
         }
-        self._collate = Collate()
+        self._collate, self._stored = Collate(), dict[int, tuple[Tensor, Tensor]]()
         if not self.pairs:
             # The task is built later, as it has to know the data; how it makes batches is a matter of its class
             of_task = getattr(resolve(self.config.task["_target_"]), "collate", None)
@@ -137,7 +139,7 @@ class DataModule:
     @property
     def sources(self) -> dict[str, Dataset[Any]]:
         """What each split is read from: its data set, or the cache of it."""
-        return {name: self.placement.source(dataset) for name, (dataset, _) in self.parts.items()}
+        return {name: self.caches.get(id(dataset), dataset) for name, (dataset, _) in self.parts.items()}
 
     @functools.cached_property
     def sample_train(self) -> list[SampleTransform]:
@@ -155,12 +157,11 @@ class DataModule:
 
     def reader(self, name: str, training: bool, *, replacing: bool = True) -> SeededDataset:
         """Reads samples of a split, as training or evaluations get them; `replacing` those that cannot be read, as configured."""
-        source, replacements = self.placement.source(self.parts[name][0]), self.replacements.get(name)
         transforms = self.sample_train if training else self.sample_eval
         if not self.pairs:  # each reader has its own, as they may keep state
             transforms = copy.deepcopy(transforms)
-        others = replacements if replacing else None
-        return SeededDataset(source, self.config.seed, transforms, others, name, pairs=self.pairs)
+        others = self.replacements.get(name) if replacing else None
+        return SeededDataset(self.sources[name], self.config.seed, transforms, others, name, pairs=self.pairs)
 
     def first(self, name: str, training: bool, most: int) -> tuple[Sequence[Any], Tensor]:
         """The first samples of a split, at most two, and their indices."""
@@ -183,25 +184,30 @@ class DataModule:
         plan = BatchPlan(indices, batch_size, config.seed, shuffle, prepare, mix)
         note = self.bad_samples.noting(name, dataset, len(indices))
         # Workers read files; what is in memory or in a cache needs no processes
-        if self.placement.in_memory is None:
+        if self.in_memory is None:
             loader = WorkerLoader(
                 self.reader(name, training),
                 plan,
                 self.device,
                 data,
-                workers=self.placement.workers,
+                workers=self.workers,
                 on_skipped=note,
                 collate=self._collate,
             )
             return SplitData(loader, pipeline, mix, self._collate)
+        source, source_of = self.sources[name], None
         # A cache knows already which images cannot be read, so that they are noted before training.
-        unreadable, source_of = self.placement.unreadable(dataset), None
+        unreadable = getattr(source, "unreadable", torch.arange(0))
         if not isinstance(indices, AllSamples):
             unreadable = unreadable[torch.isin(unreadable, indices)]
         if name in self.replacements and len(unreadable):
             note([BadSample(sample, NOT_READ) for sample in unreadable.tolist()])
             source_of = functools.partial(self.replacements[name].sources, unreadable=unreadable)
-        images, targets = self.placement.stored(dataset)
+        if id(source) not in self._stored:  # once for all splits that are read from it
+            copied = data.placement == "ram" and isinstance(source, CachedImages)
+            images = source.images.to(self.in_memory, copy=copied)  # type: ignore[attr-defined]
+            self._stored[id(source)] = images, source.targets.to(self.in_memory)  # type: ignore[attr-defined]
+        images, targets = self._stored[id(source)]
         return SplitData(MemoryLoader(images, targets, plan, self.device, source_of), pipeline, mix)
 
     @property

@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
-from runner.config.schema.train import Train
 from runner.data.cache import DECODED_AT_ONCE, Cache, recipe_of
-from runner.data.samples import SampleTransform, crops_while_decoding
+from runner.data.module import DataModule
+from runner.data.samples import crops_while_decoding
 from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
-from runner.data.splits import Parts
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
@@ -61,7 +58,7 @@ def choose_num_workers(
         ]
         return WorkerChoice(wanted, warnings=warnings)
     if arrays or samples < _FEW:  # few samples are read before a process has started
-        return WorkerChoice(0, f"auto: {'the images are arrays in memory' if arrays else f'fewer than {_FEW} samples'}")
+        return WorkerChoice(0, f"auto: {'the samples are in memory' if arrays else f'fewer than {_FEW} samples'}")
     reasons = {
         _MOST: f"at most {_MOST}",
         cores(): f"{cores()} cores",
@@ -70,132 +67,102 @@ def choose_num_workers(
     return WorkerChoice(min(reasons), f"auto: {reasons[min(reasons)]}")
 
 
-@dataclass
-class DataPlacement:
-    """The way in which the splits are read; `choices` are rows of (label, value, reason) to show."""
-
-    in_memory: torch.device | None = None  # where images are gathered from; None to read them one by one
-    workers: int = 0  # processes that read them one by one
-    choices: list[tuple[str, str, str]] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)  # settings without effect, and other advice
-    caches: dict[int, CachedImages] = field(default_factory=dict)  # by the `id` of the data set
-    _stored: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _copies: bool = False  # whether images of a cache file are copied into memory
-
-    def source(self, dataset: Dataset[Any]) -> Dataset[Any]:
-        """The cache of a data set, or the data set itself: the one that is read."""
-        return self.caches.get(id(dataset), dataset)
-
-    def unreadable(self, dataset: Dataset[Any]) -> Tensor:
-        """Samples of a data set that are known to be unreadable, int64 (U,)."""
-        return self.caches[id(dataset)].unreadable if id(dataset) in self.caches else torch.arange(0)
-
-    def stored(self, dataset: Dataset[Any]) -> tuple[Tensor, Tensor]:
-        """All images and targets of a data set, where they stay; the same tensors at every call."""
-        if id(dataset) not in self._stored:
-            source: Any = self.source(dataset)
-            images = source.images.to(self.in_memory, copy=self._copies and isinstance(source, CachedImages))
-            self._stored[id(dataset)] = images, source.targets.to(self.in_memory)
-        return self._stored[id(dataset)]
-
-
-def plan_placement(
-    config: Train,
-    parts: Parts,
-    transforms: tuple[Sequence[SampleTransform], Sequence[SampleTransform]],
-    device: torch.device,
-    example: Tensor,
-    *,
-    make_cache: bool = True,
-) -> DataPlacement:
+def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
     """Decide how the splits are read, and make their cache if there is to be one.
 
-    `transforms` are the sample transforms of training and of evaluation, `example` is an image as it is read;
-    `make_cache=False` uses an existing cache and makes none.
+    `sample_bytes` is the size of a sample as it is read; `make_cache=False` uses an existing cache and makes none.
 
     Raises:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
-    plan, data, made = DataPlacement(), config.data, False
-    train, indices = parts["train"]
+    data, (train, indices), new = made.config.data, made.parts["train"], False
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
-    ahead = max(data.samples_a_batch + config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0)
-    arrays, bytes_ahead = isinstance(train, ImageArrays), data.prefetch * ahead * example.nbytes
+    ahead = max(
+        data.samples_a_batch + made.config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0
+    )
+    arrays, bytes_ahead = holds_tensors(train), data.prefetch * ahead * sample_bytes
     choice = choose_num_workers(data.num_workers, len(indices), arrays=arrays, bytes_ahead=bytes_ahead)
     # The cache comes first, as images may be placed from it
     if data.cache is not None:
-        for key, some, splits in (("train", transforms[0], ["train"]), ("eval", transforms[1], [*parts])):
-            if any(crops_while_decoding(parts[split][0], some) for split in splits):
+        for key, some, splits in (("train", made.sample_train, ["train"]), ("eval", made.sample_eval, [*made.parts])):
+            if any(crops_while_decoding(made.parts[split][0], some) for split in splits):
                 problem = f"'disk' keeps central squares, and transform.sample_{key}.0 crops from whole images"
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
-        made = _open_caches(plan, data, parts, choice.workers if make_cache else None)
+        new = _open_caches(made, choice.workers if make_cache else None)
     elif data.cache_dir is not None and not (isinstance(train, ImageList) and train.indexed):
-        plan.warnings.append("data.cache_dir has no effect: data.cache is null")
-    _place(plan, data, parts, any(transforms), device)
+        made.warnings.append("data.cache_dir has no effect: data.cache is null")
+    if made.pairs:
+        _place_images(made)
     # Workers that made a cache are shown, even if none is needed afterwards
-    if plan.in_memory is None:
-        plan.workers = choice.workers
-    if plan.in_memory is None or made:
-        plan.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
-        plan.warnings += choice.warnings
-    plan.warnings += _without_effect(plan, data, device)
-    return plan
+    if made.in_memory is None:
+        made.workers = choice.workers
+    if made.in_memory is None or new:
+        made.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
+        made.warnings += choice.warnings
+    made.warnings += _without_effect(made)
 
 
-def _open_caches(plan: DataPlacement, data: Data, parts: Parts, workers: int | None) -> bool:
+def holds_tensors(dataset: Dataset[Any]) -> bool:
+    """Tell whether a data set holds its samples as tensors."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return isinstance(dataset, ImageArrays | TensorDataset)
+
+
+def _open_caches(made: DataModule, workers: int | None) -> bool:
     """Open or make the cache of every data set that is not in memory, in `data.cache_dir` or beside its images.
 
     All of them or none: batches of both kinds would mix two ways of reading. Returns whether one was made.
     """
     # Splits may share a data set, which is cached once
-    needed: dict[int, tuple[str, Dataset[Any]]] = {}
-    for split, (dataset, _) in parts.items():
+    data, needed = made.config.data, dict[int, tuple[str, Dataset[Any]]]()
+    for split, (dataset, _) in made.parts.items():
         if not isinstance(dataset, ImageArrays):
             needed.setdefault(id(dataset), (split, dataset))
     if not needed:
-        plan.warnings.append("data.cache=disk has no effect: the images are in memory")
-    cache, made = Cache(Path(data.cache_folder), data.name, recipe_of(data), data.on_error == "skip"), False
+        made.warnings.append("data.cache=disk has no effect: the images are in memory")
+    cache, new = Cache(Path(data.cache_folder), data.name, recipe_of(data), data.on_error == "skip"), False
     for split, dataset in needed.values():
         opened = cache.open(dataset, split, workers)
         if opened.images is None:
-            plan.caches.clear()
-            plan.choices.clear()
+            made.caches.clear()
+            made.choices.clear()
             if workers is not None:
-                plan.warnings.append("data.cache was not made: a signal asks the run to stop")
-            return made
-        plan.caches[id(dataset)] = opened.images
-        made |= opened.done != "opened"
-        plan.choices.append((f"{split} cache", str(cache.path(split)), opened.done))
-        plan.warnings += [opened.complaint] if opened.complaint else []
-    return made
+                made.warnings.append("data.cache was not made: a signal asks the run to stop")
+            return new
+        made.caches[id(dataset)] = opened.images
+        new |= opened.done != "opened"
+        made.choices.append((f"{split} cache", str(cache.path(split)), opened.done))
+        made.warnings += [opened.complaint] if opened.complaint else []
+    return new
 
 
-def _place(plan: DataPlacement, data: Data, parts: Parts, sample_transforms: bool, device: torch.device) -> None:
+def _place_images(made: DataModule) -> None:
     """Decide where images live: on a device, in RAM, in a cache file, or on disk, read through workers."""
-    wanted = data.placement
+    data, wanted, transforms = made.config.data, made.config.data.placement, made.sample_train or made.sample_eval
     # Only arrays can live in memory; a cache file is one too. The sizes of all data sets count together
-    sources: dict[int, Any] = {id(dataset): plan.source(dataset) for dataset, _ in parts.values()}
+    sources: dict[int, Any] = {id(source): source for source in made.sources.values()}
     possible = all(isinstance(source, ImageArrays | CachedImages) for source in sources.values())
     if wanted in ("device", "ram") and not possible:
         if data.cache is None:
             problem = f"'{wanted}' needs a data set of image tensors in memory"
             raise UserError("data.placement", problem, "auto or disk, or data.cache=disk")
         # A missing cache is not the mistake of the user, while images that are read one by one cannot be placed in memory.
-        plan.warnings.append(f"data.placement={wanted} has no effect: data.cache was not made")
+        made.warnings.append(f"data.placement={wanted} has no effect: data.cache was not made")
     # Sample transforms run in worker processes, so images have to be read one by one
-    if wanted == "disk" or not possible or sample_transforms:
-        reason = "transform has sample transforms" if sample_transforms else "images are read one by one"
-        plan.choices.insert(0, ("data path", "workers", "as set" if wanted == "disk" else reason))
+    if wanted == "disk" or not possible or transforms:
+        reason = "transform has sample transforms" if transforms else "images are read one by one"
+        made.choices.insert(0, ("data path", "workers", "as set" if wanted == "disk" else reason))
         return
-    size, cached = sum(source.images.nbytes for source in sources.values()), bool(plan.caches)
-    home, reason = _choose_home(wanted, size, device)
+    size, cached = sum(source.images.nbytes for source in sources.values()), bool(made.caches)
+    home, reason = _choose_home(wanted, size, made.device)
     if wanted == "ram" and cached:
         available = psutil.virtual_memory().available
         _require(size, available, "ram", "are available", "auto, which reads from the cache file")
-    plan.in_memory, plan._copies = home, wanted == "ram"
+    made.in_memory = home
     value = f"on {home}" if home.type != "cpu" else "in RAM" if wanted == "ram" or not cached else "cache file"
-    plan.choices.insert(0, ("data path", value, reason))
+    made.choices.insert(0, ("data path", value, reason))
 
 
 def _choose_home(wanted: str, size: int, device: torch.device) -> tuple[torch.device, str]:
@@ -221,22 +188,27 @@ def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
         raise UserError("data.placement", problem, allowed)
 
 
-def _without_effect(plan: DataPlacement, data: Data, device: torch.device) -> list[str]:
+def _without_effect(made: DataModule) -> list[str]:
     """Settings that differ from the default, as only those were asked for, and change nothing in this run."""
-    in_memory, reason = plan.in_memory is not None, "no worker process reads"
-    if in_memory:
+    data, device, resident, reason = (
+        made.config.data,
+        made.device,
+        made.in_memory is not None,
+        "no worker process reads",
+    )
+    if resident:
         reason = "the images are in memory (data.placement=disk reads them through workers)"
-    useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if plan.workers == 0 else {}
-    if in_memory and data.num_workers != 0 and not plan.caches:
+    useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if made.workers == 0 else {}
+    if resident and data.num_workers != 0 and not made.caches:
         useless["num_workers"] = reason
-    if device.type == "cuda" and in_memory:
+    if device.type == "cuda" and resident:
         useless["pin_memory"] = reason
     elif device.type != "cuda" and data.pin_memory is True:
         useless["pin_memory"] = "it is for copies to a CUDA device"
     if device.type == "cpu":
         useless["non_blocking"] = "nothing is copied to another device"
         useless |= {"placement": "the device is the CPU"} if data.placement == "device" else {}
-    elif in_memory:
+    elif resident:
         useless["non_blocking"] = reason
     values = {key: value for key in useless if (value := getattr(data, key)) != getattr(Data, key)}
     shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}

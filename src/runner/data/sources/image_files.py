@@ -186,5 +186,5 @@ def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
     files.field = fields[0]
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
-    made.placement.workers = choose_num_workers(data.num_workers, count).workers
+    made.workers = choose_num_workers(data.num_workers, count).workers
     return made.split("input", False).loader, made.bad_samples
