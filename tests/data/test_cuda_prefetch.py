@@ -80,9 +80,10 @@ def test_without_batches_there_are_none(gpu: Gpu) -> None:
     assert list(prefetch_to_cuda(making(gpu, 0), CUDA)) == []
 
 
-def test_elsewhere_the_batches_are_given_as_they_are() -> None:
-    batches = iter([(torch.zeros(1),)])
-    assert prefetch_to_cuda(batches, torch.device("cpu")) is batches
+def test_elsewhere_a_batch_is_made_when_it_is_requested() -> None:
+    batches = iter([(torch.zeros(1),), (torch.ones(1),)])
+    next(prefetch_to_cuda(batches, torch.device("cpu")))
+    assert len(list(batches)) == 1
 
 
 class Preparing:

@@ -188,18 +188,15 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
                 yield start, dataset.images[indices[start : start + 4096]]
             return
         reader = made.reader("train", False, replacing=False)
-        if not made.replacements:  # several at once, as keeping the random generators takes longer than a small sample
-            for some in torch.split(indices[:: max(1, len(indices) // _MEASURED)], 64):
-                items = reader.__getitems__([(0, index) for index in some.tolist()])
-                yield from ((index, image[None]) for index, (image, _) in zip(some.tolist(), items, strict=True))
-            return
-        for index in indices[:: max(1, len(indices) // _MEASURED)].tolist():
+        # Several at once, as keeping the random generators takes longer than a small sample
+        for some in torch.split(indices[:: max(1, len(indices) // _MEASURED)], 1 if made.replacements else 64):
             try:
-                yield index, reader[0, index][0][None]
-            except (MemoryError, DataFailed):
-                raise
-            except Exception:
+                items = reader.__getitems__([(0, index) for index in some.tolist()])
+            except Exception as error:
+                if not made.replacements or isinstance(error, MemoryError | DataFailed):
+                    raise
                 continue
+            yield from ((index, image[None]) for index, (image, _) in zip(some.tolist(), items, strict=True))
 
     count, total, squares = 0, torch.zeros(()).double(), torch.zeros(()).double()
     for index, chunk in chunks():

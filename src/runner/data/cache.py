@@ -150,31 +150,30 @@ class Cache:
             return Opened(None)
         try:
             cached = _read(path, key)
+            self._compare(cached, dataset)
+        except UserError:  # the data set cannot be read
+            raise
         except Exception as error:  # the files may hold anything
             return Opened(None, complaint=f"{path} was rebuilt: {reason_of(error)}")
-        problem = self._mismatch(cached, dataset)
-        return Opened(None, complaint=f"{path} was rebuilt: {problem}") if problem else Opened(cached, "opened")
+        return Opened(cached, "opened")
 
-    def _mismatch(self, cached: CachedImages, dataset: Dataset[Any]) -> str:
-        """The difference of a cache from its data set, of which a few samples are read; empty if it does not."""
-        count = len(dataset)  # type: ignore[arg-type]
+    def _compare(self, cached: CachedImages, dataset: Dataset[Any]) -> None:
+        """Read a few samples again, as reading all would cost what the cache saves; raises `ValueError` if they differ."""
+        count, missing = len(dataset), set(cached.unreadable.tolist())  # type: ignore[arg-type]
         if len(cached) != count:
-            return f"it has {len(cached):,} images for {count:,}"
-        missing = set(cached.unreadable.tolist())
+            raise ValueError(f"it has {len(cached):,} images for {count:,}")
         # A cache that was made with on_error=skip has gaps, which on_error=raise must not hide
         if missing and not self.skips:
-            return f"{len(missing):,} of its images could not be read, and data.on_error=raise"
-        # Reading everything again would cost what the cache saves, so a few samples are compared
+            raise ValueError(f"{len(missing):,} of its images could not be read, and data.on_error=raise")
         for place in sorted({part * (count - 1) // max(1, _COMPARED - 1) for part in range(_COMPARED)} - missing):
             try:
                 image, target = SeededDataset(dataset, 0)[0, place]
             except UserError as error:
                 if isinstance(error, DataFailed) or not self.skips:
                     raise
-                return f"image {place} cannot be read any more"
+                raise ValueError(f"image {place} cannot be read any more") from error
             if not (_same(cached.images[place], image) and _same(cached.targets[place], target)):
-                return f"image {place} differs from the data set"
-        return ""
+                raise ValueError(f"image {place} differs from the data set")
 
     def _example(self, dataset: Dataset[Any]) -> Tensor:
         """The first image that can be read; raises `UserError` if it is not of a kind that can be kept, or does not fit."""

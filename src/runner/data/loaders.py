@@ -279,15 +279,14 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def prefetch_to_cuda(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
-    """The same tuples of tensors, each made one ahead on its own stream; on other devices than CUDA, just `batches`.
+    """The same tuples of tensors, each made one ahead on its own stream; elsewhere, each when it is requested.
 
     The producer must use no stateful generator: one batch is always made before it is requested, and a checkpoint written in
     between must not depend on that.
     """
-    return _ahead(batches, device) if device.type == "cuda" else batches
-
-
-def _ahead(batches: Iterator[Tensors], device: torch.device) -> Iterator[Tensors]:
+    if device.type != "cuda":
+        yield from batches
+        return
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     # The inputs of batches, such as the statistics of the normalisation, were computed on the other stream.
     side.wait_stream(torch.cuda.current_stream(device))
