@@ -15,6 +15,7 @@ from small_loaders import read, same
 from runner.config.schema.sections import Data, Transform
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
+from runner.data.sample_rng import SampleRNG
 from runner.data.transforms import augment, auto_augment, color_jitter, mixing, resized_crop
 from runner.data.transforms.augment import Pipeline
 
@@ -100,6 +101,22 @@ def test_a_split_of_the_samples_changes_no_bit(
         threads(2)
         parts = [pipeline(*part, 2) for part in zip(images.split(size), indices.split(size), strict=True)]
         assert torch.equal(whole, torch.cat(parts))
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.float64])
+def test_dtype_shape_and_range_are_kept_and_the_input_is_left_alone(
+    target: str, arguments: dict[str, Any], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (64, 3, 8, 6), generator=generator, dtype=torch.uint8)
+    images = images if dtype == torch.uint8 else images.to(dtype) / 255
+    before = images.clone()
+    out = built(target, arguments)(images, SampleRNG(11, 0, torch.arange(64)))
+    assert (out.dtype, out.shape) == (dtype, images.shape)
+    assert out.min() >= 0
+    assert out.max() <= (255 if dtype == torch.uint8 else 1)
+    assert torch.equal(images, before)
 
 
 def batches(splits: DataModule) -> list[Batch]:
