@@ -226,11 +226,16 @@ def test_if_no_measured_image_can_be_read_this_is_what_is_said(folder: Path, mon
         read_splits(data(folder), seed=0)
 
 
-def test_a_cache_with_gaps_is_not_for_a_run_that_wants_all_images(folder: Path) -> None:
-    with assembled(data(folder, cache="disk")):
-        pass
+def test_a_cache_with_gaps_is_rebuilt_for_a_run_that_wants_all_images_and_once_they_are_repaired(folder: Path) -> None:
+    settings = data(folder, cache="disk")
+    assert epochs_of(read_splits(settings))
     with pytest.raises(UserError, match=r"cannot read the image .*00\.png"):
         read_splits(data(folder, cache="disk", on_error="raise"))
+    Image.new("RGB", (6, 6)).save(folder / "a" / "00.png")
+    splits = read_splits(settings)
+    epochs_of(splits)
+    assert "was rebuilt: it was made from other files" in splits.warnings[0]
+    assert {sample for _, sample in splits.bad_samples._found} == {5, 23, 39}
 
 
 def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
