@@ -45,19 +45,19 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     data = config.data
     parts = make_splits(read_datasets(data), data.split)
     train_set, train_indices = parts["train"]
-    unkept = train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
     made = DataModule(config, device, parts, dtype)
+    made.warnings += train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
     made.ends = block_ends(train_set, train_indices) if data.shuffle == "blocks" else None
     made.classes = tuple(str(name) for name in getattr(train_set, "classes", None) or ())
     # The first samples tell what batches are like, before anything is built for them
-    facts = _learn_of_pairs(made, make_cache) if made.pairs else []
-    if not made.pairs:
+    if made.pairs:
+        _learn_of_pairs(made, make_cache)
+    else:
         items, _ = made.tried = made.first("train", True, data.samples_a_batch)
-        place(
-            made, sum(each.nbytes for each in tensors_in(mapped_items([*items], np.ndarray, as_numbers))) // len(items)
-        )
+        tensors = tensors_in(mapped_items([*items], np.ndarray, as_numbers))
+        place(made, sum(each.nbytes for each in tensors) // len(items))
         made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
-    made.warnings += [*unkept, *facts, *_files_listed_twice(parts)]
+    made.warnings += _files_listed_twice(parts)
     # Mixing needs the number of classes to make probabilities of targets
     if (node := config.transform.mix) is not None:
         made.mixing = Mixing(make_callable("transform.mix", node), config.seed, len(made.classes) or None)
@@ -83,16 +83,16 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     return made
 
 
-def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
-    """Set what is known of images and targets, and decide how they are read; returns warnings."""
+def _learn_of_pairs(made: DataModule, make_cache: bool) -> None:
+    """Set what is known of images and targets, and decide how they are read."""
     data, parts, (train_set, indices) = made.config.data, made.parts, made.parts["train"]
     made.examples = {name: made.first(name, False, 1)[0][0] for name in parts}
     first = made.examples["train"][0]
     place(made, first.nbytes, make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.
-    warnings = _learn_targets(made)
-    warnings += shared_groups(parts, data.split.group) if data.split.group else []
+    _learn_targets(made)
+    made.warnings += shared_groups(parts, data.split.group) if data.split.group else []
     made.classes = made.classes or _numbered_classes(train_set)
     channels, height, width = first.shape
     made.channels, made.image_size = channels, (height, width)
@@ -100,7 +100,7 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
     cropped = isinstance(train_set, ImageList) and made.sample_eval
     if data.image_size is not None and not cropped and (height, width) != (data.image_size, data.image_size):
         problem = f"has no effect: the images of this data set are {height}x{width}"
-        warnings.append(f"data.image_size={data.image_size} {problem}")
+        made.warnings.append(f"data.image_size={data.image_size} {problem}")
     # `check` examines data whose splits do not fit together; all else refuses them
     made.incompatibilities = [*_different_images(made.examples), *_different_classes(parts, made.classes)]
     targets, classes = targets_of(train_set), len(made.classes)
@@ -118,7 +118,6 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> list[str]:
         raise UserError("data.normalize", problem, "one value per channel, one for all, or null to measure them")
     made.mean, made.std = mean, std
     made.choices.append(as_shown(mean, std, reason))
-    return warnings
 
 
 def _files_listed_twice(parts: Parts) -> list[str]:
@@ -191,7 +190,7 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
         # Several at once, as keeping the random generators takes longer than a small sample
         for some in torch.split(indices[:: max(1, len(indices) // _MEASURED)], 1 if made.replacements else 64):
             try:
-                items = reader.__getitems__([(0, index) for index in some.tolist()])
+                items = reader.items([(0, index) for index in some.tolist()])
             except Exception as error:
                 if not made.replacements or isinstance(error, MemoryError | DataFailed):
                     raise
@@ -225,12 +224,11 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
 # samples, and the first image of each split; `check` looks at more.
 
 
-def _learn_targets(made: DataModule) -> list[str]:
-    """Set the targets of each split where the attribute `targets` agrees with its first sample; returns warnings of others.
+def _learn_targets(made: DataModule) -> None:
+    """Set the targets of each split where the attribute `targets` agrees with its first sample, and warn of others.
 
     Raises `UserError` if the attribute has another length.
     """
-    warnings = []
     for name, (dataset, indices) in made.parts.items():
         targets, index, read = targets_of(made.sources[name]), int(indices[0]), made.examples[name][1]
         if targets is None:
@@ -245,11 +243,10 @@ def _learn_targets(made: DataModule) -> list[str]:
         if listed.shape == read.shape and torch.allclose(listed.double(), read.double(), equal_nan=True):
             made.targets[name] = targets
         elif getattr(dataset, "target_transform", None) is None:
-            warnings.append(
+            made.warnings.append(
                 f"data.dataset: its attribute targets has {listed.tolist()} for sample {index} of '{name}', and the sample "
                 f"itself {read.tolist()}: stratified splits and class weights follow the attribute; make them agree"
             )
-    return warnings
 
 
 def _different_classes(parts: Parts, classes: Sequence[str]) -> Iterator[UserError]:

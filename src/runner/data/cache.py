@@ -180,7 +180,7 @@ class Cache:
 
         # Twice, because a data set that draws random numbers would be frozen in one version of each image
         def read_twice(index: int) -> list[tuple[Tensor, Tensor]]:
-            return SeededDataset(dataset, 0).__getitems__([(0, index), (1, index)])
+            return SeededDataset(dataset, 0).items([(0, index), (1, index)])
 
         everything = AllSamples(len(dataset))  # type: ignore[arg-type]
         chooser = ReplacementSampler(0, everything)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from runner.data.bad_samples import NOT_READ, BadSample, BadSamples, Replacement
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import AllSamples
-from runner.data.samples import Collate, SampleTransform, SeededDataset, stacked
+from runner.data.samples import SampleTransform, SeededDataset, batch_of, pair_batch, stacked
 from runner.data.sources.arrays import CachedImages
 from runner.data.splits import Parts
 from runner.data.transforms.augment import Pipeline
@@ -39,7 +39,7 @@ class SplitData:
     loader: Loader
     prepare: Pipeline  # of the fields that are images
     mix: Mixing | None = None
-    collate: Collate = field(default_factory=Collate)
+    collate: Callable[[list[Any]], Any] = pair_batch
 
     @property
     def samples(self) -> int:
@@ -51,7 +51,7 @@ class SplitData:
         device, prepare = self.loader.device, self.loader.prepare
         assert prepare is not None
         # A collation may change what it is given
-        data = mapped_items(self.collate([copy.deepcopy(sample) for sample in samples]).data, np.ndarray, as_numbers)
+        data = mapped_items(batch_of([*map(copy.deepcopy, samples)], self.collate), np.ndarray, as_numbers)
         indices = indices.to(device)
         return Batch(prepare(tensors_moved(data, device), indices, epoch), indices)
 
@@ -129,12 +129,12 @@ class DataModule:
         self.replacements = {
             name: ReplacementSampler(self.config.seed, indices) for name, (_, indices) in self.parts.items() if skips
         }
-        self._collate, self._stored = Collate(), dict[int, tuple[Tensor, Tensor]]()
+        self._collate, self._stored = pair_batch, dict[int, tuple[Tensor, Tensor]]()
         if not self.pairs:
             # The task is built later, as it has to know the data; how it makes batches is a matter of its class
             of_task = getattr(resolve(self.config.task["_target_"]), "collate", None)
             own = of_task if data.collate is None else make_callable("data.collate", data.collate)
-            self._collate = Collate(own or stacked)
+            self._collate = own or stacked
 
     @property
     def sources(self) -> dict[str, Dataset[Any]]:
@@ -161,12 +161,13 @@ class DataModule:
         if not self.pairs:  # each reader has its own, as they may keep state
             transforms = copy.deepcopy(transforms)
         others = self.replacements.get(name) if replacing else None
-        return SeededDataset(self.sources[name], self.config.seed, transforms, others, name, pairs=self.pairs)
+        collation = {"pairs": self.pairs, "collate": self._collate}
+        return SeededDataset(self.sources[name], self.config.seed, transforms, others, name, **collation)
 
     def first(self, name: str, training: bool, most: int) -> tuple[Sequence[Any], Tensor]:
         """The first samples of a split, at most two, and their indices."""
         indices = self.parts[name][1][: min(_TRIED, most)]
-        return self.reader(name, training).__getitems__([(0, index) for index in indices.tolist()]), indices
+        return self.reader(name, training).items([(0, index) for index in indices.tolist()]), indices
 
     def split(self, name: str, training: bool) -> SplitData:
         """A split for training, or for evaluations, which neither shuffle nor augment."""
@@ -192,7 +193,6 @@ class DataModule:
                 data,
                 workers=self.workers,
                 on_skipped=note,
-                collate=self._collate,
             )
             return SplitData(loader, pipeline, mix, self._collate)
         source, source_of = self.sources[name], None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,24 +25,6 @@ _SKIP = "data.on_error=skip, which reads other samples instead"
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
 
-class Read(NamedTuple):
-    """A batch as it was read, in shared memory if a worker read it.
-
-    Attributes:
-        data: images (B, C, H, W), uint8 from 0 to 255 or float, and targets (B, ...), an array; or what `data.collate` made.
-        skipped: the samples that could not be read, which others replace.
-    """
-
-    data: Any
-    skipped: tuple[BadSample, ...] = ()
-
-
-class Items(list[Any]):
-    """Samples, and those that could not be read."""
-
-    skipped: Sequence[BadSample] = ()
-
-
 class SeededDataset(Dataset[Any]):
     """A data set that is indexed by (epoch, place), many at a time; both seed the generators of a sample, see `sample_of`.
 
@@ -52,7 +33,7 @@ class SeededDataset(Dataset[Any]):
 
     If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
-    random numbers of the sample. `split` is for messages.
+    random numbers of the sample. `split` is for messages. `collate` makes a batch of a list of samples, see `batch_of`.
     """
 
     def __init__(
@@ -64,18 +45,21 @@ class SeededDataset(Dataset[Any]):
         split: str = "",
         *,
         pairs: bool = True,
+        collate: Callable[[list[Any]], Any] | None = None,
     ) -> None:
         self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
-        self._replacements, self._pairs = replacements, pairs
+        self._replacements, self._pairs, self._collate = replacements, pairs, collate or pair_batch
         self._cut: Any = self._transforms.pop(0) if pairs and crops_while_decoding(dataset, transforms) else None
 
-    def __getitems__(self, places: list[tuple[int, int]]) -> Items:
-        """The samples; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
+    def __getitems__(self, places: list[tuple[int, int]]) -> tuple[Any, list[BadSample]]:
+        """A batch, in shared memory if a worker reads it, and the samples that could not be read, which others replace."""
         skipped: list[BadSample] = []
+        return batch_of(self.items(places, skipped), self._collate), skipped
+
+    def items(self, places: list[tuple[int, int]], skipped: list[BadSample] | None = None) -> list[Any]:
+        """The samples; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
         with preserved_rng(), _one_thread():
-            items = Items(self._item(epoch, place, skipped) for epoch, place in places)
-        items.skipped = skipped
-        return items
+            return [self._item(epoch, place, [] if skipped is None else skipped) for epoch, place in places]
 
     def _item(self, epoch: int, place: int, skipped: list[BadSample]) -> Any:
         # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
@@ -123,7 +107,7 @@ class SeededDataset(Dataset[Any]):
         return f"sample {index} of '{self._split}'" if self._split else f"sample {index}"
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
-        return self.__getitems__([place])[0]
+        return self.items([place])[0]
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
@@ -194,27 +178,21 @@ def _plain(data: Any) -> Any:
     return data
 
 
-@dataclass(frozen=True)
-class Collate:
-    """Makes a batch of samples as `SeededDataset` gives them, with `pair_batch`, `stacked` or a function of the user.
+def batch_of(samples: list[Any], collate: Callable[[list[Any]], Any]) -> Any:
+    """A batch of samples as `SeededDataset` gives them, made by `pair_batch`, `stacked` or a function of the user.
 
-    A list that the function returns becomes a tuple, so that a list inside of it is one item a sample.
+    A list that the function returns becomes a tuple, so that a list inside of it is one item a sample. Raises `UserError` with
+    what a function of the user says.
     """
-
-    function: Callable[[list[Any]], Any] = pair_batch
-
-    def __call__(self, items: list[Any]) -> Read:
-        """Raises `UserError` with what the function says."""
-        try:
-            data = self.function(list(items))
-        except (UserError, MemoryError):
+    try:
+        data = collate(samples)
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        if collate is pair_batch or SHARED_MEMORY in str(error):  # no function of the user is at fault
             raise
-        except Exception as error:
-            if self.function is pair_batch or SHARED_MEMORY in str(error):  # no function of the user is at fault
-                raise
-            raise UserError("data.collate", f"cannot make a batch of samples: {with_place(error)}") from error
-        data = _plain(tuple(data) if type(data) is list else data)
-        return Read(data, tuple(getattr(items, "skipped", ())))
+        raise UserError("data.collate", f"cannot make a batch of samples: {with_place(error)}") from error
+    return _plain(tuple(data) if type(data) is list else data)
 
 
 def as_target(target: Any) -> Tensor:

@@ -32,7 +32,7 @@ from runner.data.bad_samples import BadSample
 from runner.data.loaders import BatchPlan, Loader
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import sample_of
-from runner.data.samples import SHARED_MEMORY, Collate, Read, SeededDataset
+from runner.data.samples import SHARED_MEMORY, SeededDataset
 from runner.instrument.nested import mapped_items
 from runner.instrument.profiler_ranges import PREPARE, WAIT, Mark, items_in_range
 
@@ -62,6 +62,10 @@ class _Requests:
         for batch in self._batches:
             pending.append(batch)
             yield [(epoch, place) for place in batch.tolist()]
+
+
+def _as_read(batch: Any) -> Any:
+    return batch  # the reader has made it
 
 
 def _start_worker(_: int) -> None:
@@ -94,7 +98,6 @@ class WorkerLoader(Loader):
         settings: how workers read ahead, and how what they read is copied to the device.
         workers: number of processes; with 0, this process reads.
         on_skipped: called with samples that could not be read, when their batch is taken.
-        collate: makes a batch of samples.
 
     Attributes:
         check: called with the targets and the samples of every batch, on the CPU, before it is used; may raise.
@@ -111,7 +114,6 @@ class WorkerLoader(Loader):
         *,
         workers: int = 0,
         on_skipped: Callable[[Sequence[BadSample]], None] = lambda _: None,
-        collate: Collate | None = None,
     ) -> None:
         super().__init__(plan, device)
         # The task sets it later, once targets have a meaning
@@ -130,7 +132,7 @@ class WorkerLoader(Loader):
                 reader,
                 batch_sampler=self._requests,
                 num_workers=workers,
-                collate_fn=collate or Collate(),
+                collate_fn=_as_read,
                 pin_memory=self._pin,
                 worker_init_fn=_start_worker,
                 prefetch_factor=settings.prefetch if workers else None,
@@ -142,11 +144,11 @@ class WorkerLoader(Loader):
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
         self._requests.begin(epoch, places)
         pending = self._requests.pending
-        for read in self._read():
+        for data, skipped in self._read():
             drawn = pending.popleft()
-            if read.skipped:
-                self._on_skipped(read.skipped)
-            data = mapped_items(read.data, np.ndarray, as_numbers)
+            if skipped:
+                self._on_skipped(skipped)
+            data = mapped_items(data, np.ndarray, as_numbers)
             if self.check is not None:
                 self.check(data[1], sample_of(drawn))
             yield mapped_items(data, Tensor, self._moved), self._moved(drawn)
@@ -156,7 +158,7 @@ class WorkerLoader(Loader):
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=self._prefetches)
 
-    def _read(self) -> Iterator[Read]:
+    def _read(self) -> Iterator[tuple[Any, Sequence[BadSample]]]:
         iterator, pending = None, self._requests.pending
         try:
             # Starting workers takes longer than a batch, so the limit of time does not apply to the first

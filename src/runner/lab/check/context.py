@@ -139,7 +139,7 @@ class CheckContext:
         data, dataset = self.splits.eval_split(split), self.splits.parts[split][0]
         assert data is not None
         seeded = SeededDataset(dataset, self.config.seed, self.sample_transforms, pairs=not self.whole)
-        items = seeded.__getitems__([(epoch, index) for index in indices])
+        items = seeded.items([(epoch, index) for index in indices])
         return data.batch(items, torch.tensor(list(indices)), epoch)
 
     def readable(self, split: str, count: int) -> list[int]:
