@@ -243,26 +243,3 @@ def test_a_slice_is_known_without_the_rest_and_follows_the_seed() -> None:
 )
 def test_what_it_cannot_be_combined_with(problems: Any, words: tuple[str, ...], key: str) -> None:
     assert key in problems(*words)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("data=synthetic", "data.dataset.kind=regression"), "are not one class per sample"),
-        (("data=own", "data.dataset._target_=unlisted.Unlisted"), "are not known without reading"),
-    ],
-)
-def test_targets_without_classes_are_refused(
-    rejected: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], reason: str
-) -> None:
-    (workdir / "unlisted.py").write_text(
-        "import torch\n"
-        "class Unlisted(torch.utils.data.Dataset):\n"
-        "    classes = ('a', 'b')\n"
-        "    def __len__(self): return 20\n"
-        "    def __getitem__(self, index): return torch.zeros(1, 8, 8, dtype=torch.uint8), index % 2\n"
-    )
-    monkeypatch.syspath_prepend(str(workdir))
-    result = rejected("train", *words, "data.sampler=balanced", "logger=none", "log.progress=false")
-    assert "error: data.sampler: is balanced" in result.err
-    assert reason in result.err
