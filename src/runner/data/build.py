@@ -87,7 +87,7 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> None:
     """Set what is known of images and targets, and decide how they are read."""
     data, parts, (train_set, indices) = made.config.data, made.parts, made.parts["train"]
     made.examples = {name: made.first(name, False, 1)[0][0] for name in parts}
-    first = made.examples["train"][0]
+    first, made.tried = made.examples["train"][0], ([made.examples["train"]] * 2, torch.zeros(2, dtype=torch.int64))
     place(made, first.nbytes, make_cache)
 
     # Targets that are known without reading samples give class weights, stratified splits and balanced sampling.

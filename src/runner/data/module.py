@@ -50,8 +50,9 @@ class SplitData:
         """Samples, as `SeededDataset` gives them, as a batch of the loader, but for mixing; `indices` are theirs, int64 (B,)."""
         device, prepare = self.loader.device, self.loader.prepare
         assert prepare is not None
-        # A collation may change what it is given
-        data = mapped_items(batch_of([*map(copy.deepcopy, samples)], self.collate), np.ndarray, as_numbers)
+        # A function of the user may change what it is given; the copy of a view would copy all that it is a view of
+        given = [*samples] if self.collate is pair_batch else [*map(copy.deepcopy, samples)]
+        data = mapped_items(batch_of(given, self.collate), np.ndarray, as_numbers)
         indices = indices.to(device)
         return Batch(prepare(tensors_moved(data, device), indices, epoch), indices)
 
@@ -116,7 +117,7 @@ class DataModule:
     targets: dict[str, Tensor] = field(default_factory=dict)
     # Why the splits cannot be used together; `check` examines such data, all else refuses them.
     incompatibilities: list[UserError] = field(default_factory=list)
-    # The first samples of the training split with their indices, where samples are not pairs.
+    # The first samples of the training split with their indices; of pairs the first one twice, as evaluations get it.
     tried: tuple[Sequence[Any], Tensor] = ((), torch.arange(0))
     # Splits that were searched for samples that are not finite.
     searched_for_nonfinite: set[str] = field(default_factory=set)
@@ -161,8 +162,8 @@ class DataModule:
         if not self.pairs:  # each reader has its own, as they may keep state
             transforms = copy.deepcopy(transforms)
         others = self.replacements.get(name) if replacing else None
-        collation = {"pairs": self.pairs, "collate": self._collate}
-        return SeededDataset(self.sources[name], self.config.seed, transforms, others, name, **collation)
+        source, seed, pairs = self.sources[name], self.config.seed, self.pairs
+        return SeededDataset(source, seed, transforms, others, name, pairs=pairs, collate=self._collate)
 
     def first(self, name: str, training: bool, most: int) -> tuple[Sequence[Any], Tensor]:
         """The first samples of a split, at most two, and their indices."""
@@ -228,23 +229,19 @@ class DataModule:
 
     @functools.cached_property
     def trial(self) -> Batch:
-        """The batch that is tried before training: the first two samples, or one where a batch has one."""
-        return self.example_batch(2 if self.pairs else len(self.tried[1]))
+        """The batch that is tried before training: the first two samples, or one where a batch has one; of pairs, copies of one."""
+        return self.example_batch(len(self.tried[1]))
 
     def example_batch(self, samples: int) -> Batch:
         """A batch of so many copies of the first training samples, pairs without augmentation."""
-        if self.pairs:  # views of one image: a copy of a view would copy all that it is a view of
-            image, target = (each.expand(samples, *each.shape[1:]) for each in self.example)
-            indices = torch.zeros(samples, dtype=torch.int64, device=self.device)
-            return Batch((self.train_for_eval.prepare(image, indices, 0), target), indices)
         items, indices = self.tried
         places = torch.arange(samples) % len(items)
-        return self.train.batch([items[place] for place in places.tolist()], indices[places])
+        return self.train_for_eval.batch([items[place] for place in places.tolist()], indices[places])
 
     def evaluated_batch(self) -> Batch:
         """The first samples as evaluations get them, at most two; of pairs, those of training."""
         if self.pairs:
-            return self.example_batch(2)
+            return self.trial
         name, split = next((name, split) for name in ("val", "test", "train") if (split := self.eval_split(name)))
         return split.batch(*self.first(name, False, split.loader.batch_size))
 
