@@ -16,9 +16,8 @@ import torch
 from extended import some
 from PIL import Image
 from read_splits import read_splits
-from small_loaders import same
+from small_loaders import Listed, same
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Split
@@ -36,20 +35,16 @@ PART = torch.arange(40)[torch.arange(40) % 5 != 0]  # 32 samples: four batches
 BROKEN = {1, 7, 8, 23, 38}
 
 
-class Damaged(Dataset[Any]):
+class Damaged(Listed):
     """Images that say which they are, some of which cannot be read."""
 
     def __init__(self, broken: set[int], error: Exception | None = None) -> None:
-        self.broken, self.error = broken, error or OSError("the disk says no")
+        images: list[Any] = [(torch.full((1, 2, 2), index, dtype=torch.uint8), index) for index in range(40)]
+        super().__init__([error or OSError("the disk says no") if item[1] in broken else item for item in images])
 
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int) -> Any:
         torch.rand(3)  # reading may draw before it fails
-        if index in self.broken:
-            raise self.error
-        return torch.full((1, 2, 2), index, dtype=torch.uint8), index
+        return super().__getitem__(index)
 
 
 def noisy(image: Tensor) -> Tensor:
@@ -251,11 +246,14 @@ def test_a_cache_says_of_which_images_it_has_none(folder: Path) -> None:
 
 # The count
 
+NAMED: Any = Listed([ValueError("no image")] * 40)  # knows the files of its samples
+NAMED.path = "folder/{}.png".format
+
 
 def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
     skipped, said = BadSamples(), list[str]()
     assert (skipped.summary(), len(skipped)) == ("", 0)
-    note: Callable[[list[BadSample]], None] = skipped.noting("train", Named(), 100)
+    note: Callable[[list[BadSample]], None] = skipped.noting("train", NAMED, 100)
     note([BadSample(3, "early")])  # as a cache does, before there is a console
     skipped.open(said.append)
     note([BadSample(3, "early"), BadSample(9, "later")])
@@ -269,7 +267,7 @@ def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
 @pytest.mark.parametrize(("share", "samples", "allowed"), [(0.1, 40, 4), (0.1, 4, 1), (0.0, 40, 0), (1.0, 40, 40)])
 def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, allowed: int) -> None:
     skipped = BadSamples(share)
-    note = skipped.noting("train", Named(), samples)
+    note = skipped.noting("train", NAMED, samples)
     note([BadSample(sample, "bad") for sample in range(allowed)])
     skipped.noting("val", object(), 9)([BadSample(0, "bad")] if share else [])
     if allowed < samples:
@@ -278,18 +276,8 @@ def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, all
             note([BadSample(39, "bad")])
 
 
-class Named(Dataset[Any]):
-    """Knows the files of its samples."""
-
-    def path(self, index: int) -> str:
-        return f"folder/{index}.png"
-
-    def __getitem__(self, index: int) -> Any:
-        raise ValueError("no image")
-
-
 def test_an_error_names_the_file_of_the_sample_if_the_data_set_knows_it() -> None:
     with pytest.raises(UserError, match=r"sample 7 of 'train', folder/7.png, cannot be read: ValueError: no image \("):
-        SeededDataset(Named(), 0, split="train")[0, 7]
+        SeededDataset(NAMED, 0, split="train")[0, 7]
     with pytest.raises(UserError, match=r"sample 7 of 'train' cannot be read"):
         SeededDataset(Damaged({7}), 0, split="train")[0, 7]

@@ -17,7 +17,6 @@ from extended import some
 from PIL import Image
 from small_loaders import ARRAYS, BATCHES, CPU, PART, Listed, joined, noisy, read, same, small_loader
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from runner.base.errors import UserError
 from runner.data.loaders import Batch, BatchPlan, Fields, MemoryLoader
@@ -275,14 +274,9 @@ def test_closing_ends_the_workers(busy: Any) -> None:
             os.kill(pid, 0)
 
 
-class Counting(Dataset[Any]):
-    """Gives the number of threads that torch computes on where it is read."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.full((1, 2, 2), torch.get_num_threads(), dtype=torch.uint8), index
+def counted(image: Tensor) -> Tensor:
+    """The number of threads that torch computes on where an image is read."""
+    return torch.full_like(image, torch.get_num_threads())
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -290,7 +284,7 @@ def test_samples_are_computed_on_one_thread_wherever_they_are_read(workers: int)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        (batch,) = read(small_loader(workers, Counting(), torch.arange(4)), stop=1)
+        (batch,) = read(small_loader(workers, indices=torch.arange(4), transforms=(counted,)), stop=1)
         assert batch.images.eq(1).all()
         assert torch.get_num_threads() == 2
     finally:
