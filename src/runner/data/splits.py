@@ -106,29 +106,18 @@ def targets_of(dataset: Dataset[Any]) -> Tensor | None:
 def _divided(
     targets: Tensor | None, groups: Tensor | None, n: int, fractions: Mapping[str, float], split: Split
 ) -> dict[str, Tensor]:
-    """`split_indices`, or the same with groups kept together, or with a fold for validation.
+    """`split_indices`, with a fold for validation if there are folds.
 
     The test split is set apart first, so that it is the same for every fold; the rest is divided into folds.
     """
     # With folds, the validation split is not a share but a fold of what is left
     shares = {name: share for name, share in fractions.items() if name != "val" or split.folds is None}
-    classes = _strata(targets if split.stratified else None, n)
-    if groups is None:
-        splits = split_indices(targets, n, shares, split.seed, split.stratified)
-    else:
-        # A patient or a scene must be in one split only, or the test would measure memory
-        _checked_sizes(shares, n)
-        number = split_groups(classes, groups, [1 - sum(shares.values()), *shares.values()], _order(n, split.seed))
-        splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(["train", *shares])}
-        for name, indices in splits.items():
-            if len(indices) == 0:
-                problem = f"there are {int(groups.max()) + 1} groups, too few or too large for any to be in '{name}'"
-                raise UserError("data.split.group", problem, "other shares, or 0 for no such split")
+    splits = split_indices(targets, n, shares, split.seed, split.stratified, groups)
     if split.folds is None:
         return splits
     # Folds divide what is left, so that every fold is tested on the same samples.
     rest = splits["train"]
-    place, classes = _order(len(rest), split.seed), classes[rest]
+    place, classes = _order(len(rest), split.seed), _strata(targets if split.stratified else None, n)[rest]
     if groups is None:
         fold = _stratified_folds(classes, split.folds, place)
     else:
@@ -141,32 +130,41 @@ def _divided(
 
 
 def split_indices(
-    targets: Tensor | None, n: int, fractions: Mapping[str, float], seed: int, stratified: bool
+    targets: Tensor | None,
+    n: int,
+    fractions: Mapping[str, float],
+    seed: int,
+    stratified: bool,
+    groups: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Divide samples 0 .. n-1 into 'train' and the held-out splits named in `fractions`.
 
     Every held-out split has exactly `round(fraction * n)` samples; if stratified, the count of every class in it is within
     one of `fraction` times the size of the class (largest remainders). Changing the fraction of 'test' alone keeps 'val',
-    unless classes are so small that both compete for the last sample.
+    unless classes are so small that both compete for the last sample. With `groups`, see `split_groups` instead.
 
     `targets` are integer classes (n,) to stratify by; None, floats or more dimensions mean a plain random split. The global
     random state is neither read nor changed. Returns int64 indices in ascending order for 'train' and each key of
-    `fractions`. Raises `UserError` if no training sample would be left.
+    `fractions`. Raises `UserError` if no training sample would be left, or a split would have no group.
     """
-    sizes = _checked_sizes(fractions, n)
-    order, classes = _order(n, seed), _strata(targets if stratified else None, n)
-    counts = torch.bincount(classes)
     names = [name for name in _HELD_OUT if name in fractions]
-    amounts = _apportion(counts.numpy(), [fractions[name] for name in names], [sizes[name] for name in names])
-    # Of each class, in random order, the first ones go to the first split.
-    members = torch.split(order[torch.sort(classes[order], stable=True).indices], counts.tolist())
-    of_train = counts.numpy() - amounts.sum(0)
-    pieces = [
-        torch.split(some, taken) for some, taken in zip(members, np.vstack([amounts, of_train]).T.tolist(), strict=True)
-    ]
-    places = {name: place for place, name in enumerate(names)} | {"train": len(names)}
-    splits = {name: torch.cat([each[place] for each in pieces]).sort().values for name, place in places.items()}
-    return {"train": splits.pop("train"), **splits}
+    shares, sizes = [fractions[name] for name in names], _checked_sizes(fractions, n)
+    order, classes = _order(n, seed), _strata(targets if stratified else None, n)
+    if groups is None:
+        counts = torch.bincount(classes)
+        amounts = _apportion(counts.numpy(), shares, [sizes[name] for name in names])
+        taken = torch.from_numpy(np.vstack([amounts, counts.numpy() - amounts.sum(0)]).T.reshape(-1))
+        # Of each class, in random order, the first ones go to the first held-out split, and the last ones to training, number 0
+        places, number = torch.tensor([*range(1, len(names) + 1), 0]).repeat(len(counts)), torch.empty_like(classes)
+        number[order[torch.sort(classes[order], stable=True).indices]] = places.repeat_interleave(taken)
+    else:
+        # A patient or a scene must be in one split only, or the test would measure memory
+        number = split_groups(classes, groups, [1 - sum(shares), *shares], order)
+    splits = {name: (number == place).nonzero()[:, 0] for place, name in enumerate(["train", *names])}
+    if groups is not None and (empty := next((name for name, indices in splits.items() if not len(indices)), "")):
+        problem = f"there are {int(groups.max()) + 1} groups, too few or too large for any to be in '{empty}'"
+        raise UserError("data.split.group", problem, "other shares, or 0 for no such split")
+    return splits
 
 
 def _order(n: int, seed: int) -> Tensor:
