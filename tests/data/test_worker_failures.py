@@ -136,37 +136,27 @@ def test_another_loader_works_on_after_a_death_in_the_first() -> None:
             assert torch.cat([batch.targets for batch in made.batches(epoch, 0, 10)]).tolist() == list(range(80))
 
 
-@pytest.mark.parametrize("persistent", some([True, False], 1))
-def test_a_worker_that_hangs_is_waited_for_as_long_as_configured(persistent: bool) -> None:
-    made = loader("hangs", timeout_s=1.0, persistent_workers=persistent)
+@pytest.mark.parametrize(
+    ("wrong", "persistent"),
+    some([("hangs", True), ("hangs", False), ("SIGSTOP", True), ("queued", True), ("passed over", True)], 1, 2, several=True),
+)  # fmt: skip
+def test_workers_that_hang_or_are_frozen_are_waited_for_as_long_as_configured(wrong: str, persistent: bool) -> None:
+    reading = wrong in ("hangs", "SIGSTOP")
+    made = loader(wrong if reading else "", timeout_s=1.0, persistent_workers=persistent)
     with contextlib.closing(made):
         batches = made.batches(0, 0, 10)
         next(batches)
         pids = [worker.pid for worker in made._iterator._workers]
-        with pytest.raises(
-            DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s.* samples 40, 41, 42"
-        ) as caught:
-            list(batches)
-        assert "data.num_workers=0" in str(caught.value)
-        assert gone(pids)
-
-
-@pytest.mark.parametrize("frozen_when", some(["its batch is in the queue", "a batch is passed over", "it reads"], 2))
-def test_workers_that_are_frozen_are_waited_for_as_long_as_configured(frozen_when: str) -> None:
-    made = loader("" if frozen_when != "it reads" else "SIGSTOP", timeout_s=1.0)
-    with contextlib.closing(made):
-        batches = made.batches(0, 0, 10)
-        next(batches)
-        pids = [worker.pid for worker in made._iterator._workers]
-        if frozen_when == "its batch is in the queue":
+        if wrong == "queued":  # a batch waits for the main process
             time.sleep(0.3)
-        if frozen_when != "it reads":
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
+        for pid in [] if reading else pids:
+            os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s"):
+        with pytest.raises(DataFailed, match=r"data\.timeout_s: no batch came .* for 1 s.* samples \d") as caught:
             list(batches)
         assert time.monotonic() - began < 15, "twenty seconds and more without a limit of its own"
+        assert wrong != "hangs" or "samples 40, 41, 42" in str(caught.value)
+        assert "data.num_workers=0" in str(caught.value)
         assert gone(pids)
 
 
