@@ -210,7 +210,7 @@ def test_targets_are_found_in_any_container():
         assert found.tolist() == [0.5, 1.5]
 
 
-@pytest.mark.parametrize("raw", [None, ["cat", "dog"], [[1], [1, 2]], 3, {"boxes": 1}])
+@pytest.mark.parametrize("raw", [None, ["cat", "dog"], [[1], [1, 2]], 3, torch.tensor(3), {"boxes": 1}])
 def test_targets_that_are_no_numbers_are_none(raw):
     assert targets_of(Plain(2, targets=raw)) is None
 

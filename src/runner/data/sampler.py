@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import UserError, with_place
 from runner.data.sample_rng import hash_ints, preserved_rng, splitmix64
 
 LISTED = 2**16
@@ -239,7 +239,7 @@ class GivenOrder(EpochOrder):
             with preserved_rng():
                 drawn = torch.as_tensor(batch_sampler(torch.Generator().manual_seed(hash_ints(seed, epoch, 0, _GIVEN))))
         except Exception as error:
-            problem = f"cannot give the samples of an epoch: {type(error).__name__}: {first_line(error)}"
+            problem = f"cannot give the samples of an epoch: {with_place(error)}"
             raise UserError("data.batch_sampler", problem, allowed) from error
         numbers = drawn.dtype in (torch.int64, torch.int32) and drawn.ndim == 1 and len(drawn) > 0
         if not numbers or drawn.min() < 0 or drawn.max() >= samples:

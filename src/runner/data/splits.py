@@ -91,7 +91,7 @@ def targets_of(dataset: Dataset[Any]) -> Tensor | None:
     None if there is none, or it holds no numbers.
     """
     raw = getattr(dataset, "targets", None)
-    if isinstance(raw, Tensor):
+    if isinstance(raw, Tensor) and raw.ndim:
         tensor = raw.detach().cpu()
         return tensor.float() if tensor.is_floating_point() else tensor.long()
     try:
