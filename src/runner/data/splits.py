@@ -112,7 +112,7 @@ def _divided(
     """
     # With folds, the validation split is not a share but a fold of what is left
     shares = {name: share for name, share in fractions.items() if name != "val" or split.folds is None}
-    splits = split_indices(targets, n, shares, split.seed, split.stratified, groups)
+    splits = split_indices(targets, n, shares, split.seed, split.stratified, groups=groups)
     if split.folds is None:
         return splits
     # Folds divide what is left, so that every fold is tested on the same samples.
@@ -135,6 +135,7 @@ def split_indices(
     fractions: Mapping[str, float],
     seed: int,
     stratified: bool,
+    *,
     groups: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Divide samples 0 .. n-1 into 'train' and the held-out splits named in `fractions`.
