@@ -68,9 +68,16 @@ CASES: dict[str, tuple[Transform, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("damaged", [False, True])
 @pytest.mark.parametrize("case", some([*CASES], 0, 3, 4))
-def test_batches_are_the_same_bits_with_it_and_without(photos: Path, case: str) -> None:
+def test_batches_and_samples_that_are_skipped_are_the_same_with_it_and_without(
+    photos: Path, case: str, damaged: bool
+) -> None:
     transform, keys = CASES[case]
+    if damaged:
+        keys = keys | {"on_error": "skip"}
+        for path in sorted(photos.rglob("*.jpg"))[1::6]:
+            path.write_bytes(path.read_bytes()[:40])
     reference = put_together(photos, transform, **{key: value for key, value in keys.items() if key != "placement"})
     for _ in range(2):
         splits = put_together(photos, transform, cache="disk", **keys)
@@ -78,6 +85,8 @@ def test_batches_are_the_same_bits_with_it_and_without(photos: Path, case: str) 
         read = transform is NOISY or keys.get("placement") == "disk"
         assert isinstance(splits.train.loader, WorkerLoader if read else MemoryLoader)
         assert splits.warnings == []
+        assert set(splits.bad_samples._found) == set(reference.bad_samples._found)
+        assert len(splits.bad_samples) == (4 if damaged else 0)
         splits.close()
 
 
