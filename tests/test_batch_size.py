@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from runner.engine.errors import is_out_of_memory
-from runner.run import batch_size
-from runner.run.batch_size import free_memory
+from runner.run import trial
+from runner.run.trial import free_memory
 
 RUN = (
     "data=synthetic", "data.dataset.samples=300", "data.image_size=8", "epochs=1", "model=small_cnn", "model.width=4",
@@ -37,13 +37,13 @@ def test_with_memory_enough_the_samples_are_the_limit_and_the_number_gives_the_s
 def test_less_memory_means_a_smaller_batch_and_a_resume_keeps_the_number(
     train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
+    monkeypatch.setattr(trial, "free_memory", lambda device: 600_000)
     first = train(*RUN)
     size = size_of(first)
     assert 2 <= size < 256
     assert "free)" in row_of(first)
     # The sum: what it takes fits, and twice of it would not.
-    monkeypatch.setattr(batch_size, "free_memory", lambda device: 6_000_000)
+    monkeypatch.setattr(trial, "free_memory", lambda device: 6_000_000)
     resumed = train(f"ckpt_path={first.directory}", "epochs=2")
     again = train(f"ckpt_path={first.directory}", *RUN, "epochs=2")
     assert size_of(resumed) == size_of(again) == size
@@ -52,7 +52,7 @@ def test_less_memory_means_a_smaller_batch_and_a_resume_keeps_the_number(
 
 
 def test_a_sample_that_does_not_fit_is_a_sentence(rejected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(trial, "free_memory", lambda device: 1000)
     found = rejected("train", "threads=1", "logger=none", *RUN)
     assert "data.batch_size: a sample takes about" in found.err
     assert "allowed: a smaller model or smaller images" in found.err
@@ -67,7 +67,7 @@ def test_what_the_whole_run_never_comes_to_is_decided_with_the_size_found(train:
 
 
 def test_what_is_frozen_for_a_while_counts_as_trained(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_size, "free_memory", lambda device: 600_000)
+    monkeypatch.setattr(trial, "free_memory", lambda device: 600_000)
     free, late, never = (
         train(*RUN, *words) for words in ((), ("freeze=all-but-head", "unfreeze_at=1"), ("freeze=all-but-head",))
     )
@@ -78,7 +78,7 @@ def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tm
     cpu = torch.device("cpu")
     (tmp_path / "max").write_text("5000000\n")
     (tmp_path / "current").write_text("1000000\n")
-    monkeypatch.setattr(batch_size, "_CGROUPS", ((str(tmp_path / "max"), str(tmp_path / "current")),))
+    monkeypatch.setattr(trial, "_CGROUPS", ((str(tmp_path / "max"), str(tmp_path / "current")),))
     assert free_memory(cpu) == 4_000_000
     (tmp_path / "max").write_text("max\n")
     assert free_memory(cpu) > 4_000_000
@@ -87,13 +87,13 @@ def test_the_limit_of_a_control_group_counts(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.gpu
 def test_on_cuda_the_batch_is_tried(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    fits = batch_size._fits
+    fits = trial._fits
 
     def at_most_32(training: Any, size: int) -> bool:
         tried.append(size)
         return size <= 32 and fits(training, size)
 
-    monkeypatch.setattr(batch_size, "_fits", at_most_32)
+    monkeypatch.setattr(trial, "_fits", at_most_32)
     assert size_of(train(*RUN, "device=cuda")) == 32
     assert tried == [256, 128, 64, 32]
 
