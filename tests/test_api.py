@@ -117,6 +117,14 @@ def test_a_run_from_python_has_the_bits_of_the_same_run_from_the_command_line(wo
     assert of_config.directory.is_relative_to("of_config")
 
 
+def test_a_run_is_resumed_from_python(workdir: Path) -> None:
+    words = (*WORDS, "scheduler=constant")
+    first = train(*words, "epochs=1")
+    rest = train(f"ckpt_path={first.directory}", "epochs=2")
+    assert Path(rest.summary["resumed_from"]).is_relative_to(first.directory)
+    assert rest.summary["weights_sha256"] == train(*words, "epochs=2").summary["weights_sha256"]
+
+
 def test_a_notebook_shows_a_config_as_yaml_with_secrets_masked() -> None:
     config = compose(*WORDS, "seed=7", "notes='https://me:abcdef123456@example.org'")
     text = html.unescape(re.sub("</?pre.*?>", "", config._repr_html_()))
