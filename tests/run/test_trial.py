@@ -1,7 +1,11 @@
-"""`data.batch_size=auto`: the largest power of two that fits, found once and kept."""
+"""What is tried before training: `dry_run=true` tries a step, and `data.batch_size=auto` finds the largest power of two that
+fits, once, and keeps it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +146,28 @@ def test_a_batch_that_does_not_fit_is_a_sentence_with_settings_that_fit(
     found = rejected(verb, "threads=1", *parts, "model=null", "+model._target_=greedy.Greedy", *more)
     assert f"{key}.batch_size: there is not enough memory for batches of {size}: no memory is left" in found.err
     assert f"allowed: {allowed}" in found.err
+
+
+MLP = ("model=mlp", "model.hidden=[16]", "model.dropout=0", "threads=1", "logger=none", "dry_run=true")
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        (("accumulate=2", "ema=0.9"), "a step with batches of 64: "),
+        (("devices=3", "strategy=fsdp"), "a step with batches of 22, of one of 3 ranks: "),
+    ],
+)
+def test_what_was_built_and_the_peak_of_a_step_are_printed_and_nothing_is_written(
+    run: Callable[..., Any], words: tuple[str, ...], step: str
+) -> None:
+    found = run("train", *MLP, *words)
+    assert found.status == 0, found.err
+    assert "digits  seed 0  a dry run" in found.out
+    assert re.search(r"model +MLP, 1,210 parameters", found.out), found.out
+    assert re.search(rf"(?m)^{step}[\d.,]+ [MG]iB \(most resident memory of the process\)", found.out), found.out
+    assert list(Path().iterdir()) == []
+
+
+def test_other_verbs_refuse_a_dry_run(problems: Callable[..., Any]) -> None:
+    assert "is for train" in problems("dry_run=true", verb="bench")["dry_run"].message
