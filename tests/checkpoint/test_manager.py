@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from faults import slow_disk
 from runner.checkpoint import find
 from runner.checkpoint.file import read
 from runner.checkpoint.manager import CheckpointManager
@@ -54,28 +55,11 @@ def test_steps_of_an_abandoned_future_are_removed(tmp_path: Path, contents: Make
     assert step_of(manager.last) == 15
 
 
-CALLS = ("open", "fsync", "replace", "link", "unlink")
-
-
 def killed_at(count: int, manager: CheckpointManager, made: dict[str, Any], step: int) -> bool:
-    """Save in a process that SIGKILLs itself at a system call; whether it came that far."""
+    """Save in a process that SIGKILLs itself at an operation; whether it came that far."""
     pid = os.fork()
     if pid == 0:
-        left = [count]
-
-        def deadly(original: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **keys: Any) -> Any:
-                left[0] -= 1
-                if left[0] == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return original(*args, **keys)
-
-            return call
-
-        for name in CALLS:
-            setattr(os, name, deadly(getattr(os, name)))
-        Path.open = deadly(Path.open)  # type: ignore[method-assign]
-        Path.unlink = deadly(Path.unlink)  # type: ignore[method-assign]
+        slow_disk.dying(count)()
         try:
             manager.save(made, step, is_best=True)
         finally:
@@ -87,8 +71,8 @@ def test_a_kill_at_any_moment_of_saving_leaves_the_last_reported_checkpoint_or_a
     tmp_path: Path, contents: Make
 ) -> None:
     for count in range(1, 100):
-        folder = tmp_path / str(count)
-        folder.mkdir()
+        folder = tmp_path / str(count) / "checkpoints"
+        folder.mkdir(parents=True)
         manager = CheckpointManager(folder, 1)
         manager.save(contents(1), 1, is_best=True)
         killed = killed_at(count, manager, contents(2), 2)
