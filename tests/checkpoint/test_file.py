@@ -314,9 +314,11 @@ def test_large_tensors_stay_in_the_file_until_they_are_needed(tmp_path: Path, co
 
 AVERAGE = {"kind": "swa", "updates": 1, "weights": None, "calibrated": True}
 AVERAGES = [
-    [], {"kind": "ema"}, {"kind": "ema", "updates": 1, "weights": None}, AVERAGE | {"kind": "other"}, AVERAGE | {"updates": -1},
-    AVERAGE | {"updates": 1.5}, AVERAGE | {"calibrated": 1}, AVERAGE | {"weights": {"layer.weight": "text"}},
-    AVERAGE | {"weights": [torch.zeros(1)]},
+    ("", []), (".updates", {"kind": "ema"}), (".calibrated", {"kind": "ema", "updates": 1, "weights": None}),
+    (".weights", {"kind": "ema", "updates": 1, "calibrated": True}), (".kind", AVERAGE | {"kind": "other"}),
+    (".updates", AVERAGE | {"updates": -1}), (".updates", AVERAGE | {"updates": 1.5}),
+    (".calibrated", AVERAGE | {"calibrated": 1}), (".weights", AVERAGE | {"weights": {"layer.weight": "text"}}),
+    (".weights", AVERAGE | {"weights": [torch.zeros(1)]}), (".loss", AVERAGE | {"loss": {"scale": 1.0}}),
 ]  # fmt: skip
 FINGERPRINTS = [
     3, {"train": 3}, {"train": {"samples": "9", "content": "a"}}, {1: {"samples": 9, "content": "a"}},
@@ -360,7 +362,7 @@ def test_contents_of_a_run_are_what_they_should_be(contents: Make) -> None:
         (("rng",), [], "rng is not a mapping"),
         (("metrics",), {}, "metrics.callbacks is not a mapping"),
         *((("metrics", "data"), value, "metrics.data is not samples and content of splits") for value in FINGERPRINTS),
-        *((("averaged",), value, "averaged is not a kind, a number of updates and tensors") for value in AVERAGES),
+        *((("averaged",), value, f"averaged{of} is not ") for of, value in AVERAGES),
     ],
     ids=str,
 )
