@@ -123,7 +123,7 @@ class RunDirectory:
         """Open the directory of a job of a sweep, before anything can go wrong in the job."""
         if self.composition.job_dir is not None:
             self._take(self.composition.job_dir)
-            # Where overrides are there already, they are the same, see `why_occupied`
+            # Where overrides are there already, they are the same: of a job that continues
             if not (self.path / "overrides.yaml").exists():
                 self._write_overrides()
 

@@ -29,6 +29,7 @@ from runner.run.run_directory import RunDirectory
 def decide(directory: RunDirectory) -> None:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     composition = directory.composition
+    _refuse_other_run(composition)
     ckpt_path = composition.values.get("ckpt_path")
     # Look for an earlier run of this command to continue: resume=auto, or a job that the scheduler started again
     if composition.resumes or restarted():
@@ -138,18 +139,19 @@ def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
     return unlike
 
 
-def why_occupied(composition: Composition) -> UserError | None:
-    """The mistake of resuming in the folder of `hydra.run.dir` while it belongs to another run; None for no mistake."""
+def _refuse_other_run(composition: Composition) -> None:
+    """Raise a `UserError` for resuming in the folder of `hydra.run.dir` while it belongs to another run."""
     fixed = composition.run_dir
     # The settings of a run that resumes a checkpoint are not those of the command
     of_checkpoint = composition.values.get("ckpt_path") is not None
     if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
-        return None
+        return
     try:
-        unlike = _compared_with(composition)(fixed)
-        reason = f"of other settings ({', '.join(unlike[:5])})" if unlike else ""
+        if not (unlike := _compared_with(composition)(fixed)):
+            return
+        reason = f"of other settings ({', '.join(unlike[:5])})"
     except ValueError as error:
         reason = f"whose {error}"
     other = f", or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
     allowed = f"its command, another folder{other if find.resumable(fixed) else ''}"
-    return UserError("resume", f"is auto, and {fixed} holds a run {reason}", allowed) if reason else None
+    raise UserError("resume", f"is auto, and {fixed} holds a run {reason}", allowed)
