@@ -9,7 +9,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +56,7 @@ def sharded(image_size, **arguments):
     images = made["train"]
     return {**made, "train": Sharded(images.images, images.targets, images.classes)}
 """
-QUIET = ("threads=1", "logger=none", "log.progress=false", "log.curves=false", "trust=[tiny_model]")
+QUIET = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 # 22 training samples: five batches of 4 and one of 2 an epoch.
 SMALL = (
     "data=synthetic", "data.dataset.samples=24", "data.image_size=8", "data.batch_size=4", "data.num_workers=0",
@@ -141,10 +140,9 @@ def digests() -> dict[str, str]:
 
 
 @pytest.fixture
-def call(accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def call(accepted: Any, own_module: Any) -> Callable[..., dict[str, Any]]:
     """Train with some keys set, or resume with them; gives the summary, what was shown, and the directory."""
-    (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
+    own_module("tiny_model", MODEL)
 
     def train(**settings: Any) -> dict[str, Any]:
         result = accepted("train", *words_of(QUIET if "ckpt_path" in settings else SMALL, settings))
@@ -240,7 +238,7 @@ def test_a_compiled_step_resumes_with_the_same_bits(call: Any) -> None:
 
 def test_what_an_evaluation_has_no_use_for_is_said(call: Any, accepted: Any) -> None:
     folder = call(max_steps=1)["folder"]
-    words = ("eval", f"ckpt_path={folder}", "split=val", "threads=1", "trust=[tiny_model]", "amp=bf16", "tf32=true")
+    words = ("eval", f"ckpt_path={folder}", "split=val", "threads=1", "amp=bf16", "tf32=true")
     result = accepted(*words, "activation_checkpointing=true", "compile=true")
     said = [line.split()[1].split("=")[0] for line in result.out.splitlines() if line.startswith("warning: ")]
     said = [key for key in said if key != "amp"]  # reported on CPUs that emulate bf16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -191,11 +190,8 @@ class Fail:
 
 
 @pytest.fixture
-def own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "own.py").write_text(INFINITE, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    monkeypatch.setenv("RUNNER_TRUST", "own")
+def own(own_module: Any) -> None:
+    own_module("own", INFINITE)
 
 
 @pytest.mark.usefixtures("own")

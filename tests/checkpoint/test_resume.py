@@ -71,11 +71,9 @@ class Counting:
 
 
 def test_a_run_whose_callback_has_changed_says_what_to_set_and_that_works(
-    accepted: Any, rejected: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, rejected: Any, workdir: Path, own_module: Any
 ) -> None:
-    (workdir / "counting.py").write_text(COUNTING, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "counting")
+    own_module("counting", COUNTING)
     words = (
         "data=synthetic", "data.dataset.samples=48", "data.image_size=8", "model=mlp", "threads=1", "logger=none",
         "log.progress=false", "log.curves=false", "evaluate.test=false", "max_steps=2", "hydra.run.dir=run",

@@ -136,11 +136,9 @@ def test_what_says_that_memory_is_short() -> None:
     ],
 )
 def test_a_batch_that_does_not_fit_is_a_sentence_with_settings_that_fit(
-    words: str, key: str, size: int, allowed: str, rejected: Any, workdir: Any, monkeypatch: pytest.MonkeyPatch
+    words: str, key: str, size: int, allowed: str, rejected: Any, own_module: Any
 ) -> None:
-    (workdir / "greedy.py").write_text(GREEDY, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "greedy")
+    own_module("greedy", GREEDY)
     verb, *more = words.split()
     parts = [word for word in RUN if not word.startswith("model")]
     found = rejected(verb, "threads=1", *parts, "model=null", "+model._target_=greedy.Greedy", *more)

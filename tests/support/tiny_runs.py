@@ -22,7 +22,7 @@ TINY = (
 
 
 def words_of(base: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
-    """The words `base` with some keys set, in place of those about the same keys."""
+    """The words `base` with some keys set, instead of those about the same keys."""
     given = {key: re.sub(r'"(\w+)": ', r"\1: ", json.dumps(value)) for key, value in settings.items()}
     keys = {word: word.lstrip("+~").partition("=")[0] for word in base}
     others = [word for word, key in keys.items() if not given.keys() & {key, key.partition(".")[0]}]
