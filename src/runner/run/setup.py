@@ -29,7 +29,6 @@ from runner.run.run_directory import RunDirectory
 def decide(directory: RunDirectory) -> None:
     """Decide on the config: that of the command line, or of a checkpoint with the command line on top."""
     composition = directory.composition
-    _refuse_other_run(composition)
     ckpt_path = composition.values.get("ckpt_path")
     # Look for an earlier run of this command to continue: resume=auto, or a job that the scheduler started again
     if composition.resumes or restarted():
@@ -73,11 +72,13 @@ def to_continue(composition: Composition) -> tuple[Path | None, list[str]]:
     It is the run in the folder that Hydra was given, or the newest unfinished one of this command.
     """
     fixed = composition.job_dir or composition.run_dir
-    if fixed is not None and (fixed / "summary.json").is_file():
+    if fixed is not None:
+        if composition.job_dir is None and composition.resumes and holds_run(fixed):
+            _refuse_other_run(composition, fixed)
+        if not (fixed / "summary.json").is_file():
+            return None, []
         refuse_special_files(fixed)  # before anything in it is read
         return fixed, []
-    if fixed is not None:
-        return None, []
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     unlike = _compared_with(composition)
@@ -139,19 +140,14 @@ def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
     return unlike
 
 
-def _refuse_other_run(composition: Composition) -> None:
-    """Raise a `UserError` for resuming in the folder of `hydra.run.dir` while it belongs to another run."""
-    fixed = composition.run_dir
-    # The settings of a run that resumes a checkpoint are not those of the command
-    of_checkpoint = composition.values.get("ckpt_path") is not None
-    if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
-        return
+def _refuse_other_run(composition: Composition, folder: Path) -> None:
+    """Raise a `UserError` if the run in the folder of `hydra.run.dir` is not that of the command."""
     try:
-        if not (unlike := _compared_with(composition)(fixed)):
+        if not (unlike := _compared_with(composition)(folder)):
             return
         reason = f"of other settings ({', '.join(unlike[:5])})"
     except ValueError as error:
         reason = f"whose {error}"
-    other = f", or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
-    allowed = f"its command, another folder{other if find.resumable(fixed) else ''}"
-    raise UserError("resume", f"is auto, and {fixed} holds a run {reason}", allowed)
+    other = f", or ckpt_path={folder} hydra.run.dir={folder} instead of resume=auto, to continue it with other settings"
+    allowed = f"its command, another folder{other if find.resumable(folder) else ''}"
+    raise UserError("resume", f"is auto, and {folder} holds a run {reason}", allowed)
