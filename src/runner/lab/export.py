@@ -154,8 +154,7 @@ def run(composition: Composition) -> float:
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Export, from_checkpoint.MODEL)
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
-    config = dataclasses.replace(resolved.config, channels_last=False, tf32=False, matmul_precision=None)
-    config = dataclasses.replace(config, cudnn_benchmark=False, detect_anomaly=False)
+    config = dataclasses.replace(resolved.config, channels_last=False, matmul_precision=None, detect_anomaly=False)
     resolved = dataclasses.replace(resolved, config=config)
     chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
     if "onnx" in chosen:
