@@ -27,17 +27,13 @@ SMALL = (
 
 
 @pytest.fixture
-def call(run: Any) -> Callable[..., dict[str, Any]]:
+def call(accepted: Any) -> Callable[..., dict[str, Any]]:
     """Train with some keys set; gives the summary, what was shown, and the contents of the last checkpoint."""
 
-    def train(status: int = 0, **settings: Any) -> dict[str, Any]:
-        result = run("train", *words_of(SMALL, settings))
-        assert result.status == status, result.err
-        found = {"shown": result.out + result.err}
-        if not status:
-            found |= result.summary | {"folder": result.directory}
-            found["contents"] = read(result.directory / "checkpoints" / "last.safetensors")
-        return found
+    def train(**settings: Any) -> dict[str, Any]:
+        result = accepted("train", *words_of(SMALL, settings))
+        contents = read(result.directory / "checkpoints" / "last.safetensors")
+        return {**result.summary, "shown": result.out, "folder": result.directory, "contents": contents}
 
     return train
 
