@@ -12,9 +12,13 @@ import pytest
 import torch
 import yaml
 
+from runner.checkpoint.weights import weights_sha256
+from runner.config.load import resolve_config
+from runner.config.schema import Train
 from runner.engine.errors import is_out_of_memory
 from runner.run import trial
 from runner.run.trial import free_memory
+from runner.train import build_run
 
 RUN = (
     "data=synthetic", "data.dataset.samples=300", "data.image_size=8", "epochs=1", "model=small_cnn", "model.width=4",
@@ -116,6 +120,19 @@ class Greedy(nn.Module):
         if len(images) > (2 if self.training else 4): raise torch.OutOfMemoryError("no memory is left")
         return self.head(images.flatten(1))
 """
+
+
+def test_a_size_fits_if_there_is_memory_for_a_step(compose: Any, own_module: Any) -> None:
+    own_module("greedy", GREEDY)
+    parts = [word for word in RUN if not word.startswith(("model", "data.batch_size"))]
+    words = ("model=null", "+model._target_=greedy.Greedy", "data.batch_size=2", "accumulate=2")
+    run = build_run(resolve_config(compose(*parts, *words), Train))
+    before = weights_sha256(run.model.state_dict())
+    assert not trial._fits(run, 4)
+    assert weights_sha256(run.model.state_dict()) == before
+    assert trial._fits(run, 2)
+    assert weights_sha256(run.model.state_dict()) != before, "the optimizer's step takes memory too"
+    assert all(weight.grad is None for weight in run.model.parameters())
 
 
 def test_what_says_that_memory_is_short() -> None:
