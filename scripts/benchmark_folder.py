@@ -114,6 +114,7 @@ def ours(root: Path, kind: str, size: int, workers: int, source: str, cache_dir:
     transform = Transform(sample_train=crops, train=[{"_target_": "runner.data.transforms.augment.RandomFlip"}])
     nodes: dict[str, Any] = {name: {} for name in ("model", "optimizer", "scheduler", "loss", "task")}
     config = Train(data=data, transform=transform, evaluate=Evaluate(batch_size=BATCH), **nodes)
+    configure_torch(config, CPU)
     return read_data(config, CPU, make_cache=True, dtype=torch.float32)
 
 
@@ -216,7 +217,6 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", choices=["small", "resnet18"], help="train these models on the batches")
     parser.add_argument("--shards", action="store_true", help="read tar files too")
     options = parser.parse_args()
-    configure_torch(CPU, torch.get_num_threads(), False, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
     with tempfile.TemporaryDirectory() as name:
         root, shards = Path(name) / "images", Path(name) / "shards"
         make_folder(root, options.images, options.shrink)

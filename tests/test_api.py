@@ -117,6 +117,14 @@ def test_a_run_from_python_has_the_bits_of_the_same_run_from_the_command_line(wo
     assert of_config.directory.is_relative_to("of_config")
 
 
+def test_a_run_is_resumed_from_python(workdir: Path) -> None:
+    words = (*WORDS, "scheduler=constant")
+    first = train(*words, "epochs=1")
+    rest = train(f"ckpt_path={first.directory}", "epochs=2")
+    assert Path(rest.summary["resumed_from"]).is_relative_to(first.directory)
+    assert rest.summary["weights_sha256"] == train(*words, "epochs=2").summary["weights_sha256"]
+
+
 def test_a_notebook_shows_a_config_as_yaml_with_secrets_masked() -> None:
     config = compose(*WORDS, "seed=7", "notes='https://me:abcdef123456@example.org'")
     text = html.unescape(re.sub("</?pre.*?>", "", config._repr_html_()))
@@ -127,10 +135,9 @@ def test_a_notebook_shows_a_config_as_yaml_with_secrets_masked() -> None:
 
 @pytest.mark.parametrize("words", [(), ("+callbacks.mine._target_=mine.Broken",)], ids=["finished", "failed"])
 def test_a_run_that_has_ended_leaves_no_thread_and_no_open_file(
-    workdir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    workdir: Path, own_module: Any, words: tuple[str, ...]
 ) -> None:
-    (workdir / "mine.py").write_text("class Broken:\n    def on_end(self, loop):\n        raise LookupError('mine')\n")
-    monkeypatch.syspath_prepend(str(workdir))
+    own_module("mine", "class Broken:\n    def on_end(self, loop):\n        raise LookupError('mine')\n")
     # Not even until the garbage is collected, which may be long after in a notebook
     gc.collect()
     gc.disable()
@@ -257,9 +264,8 @@ def test_python_suggests_the_name_that_the_package_has() -> None:
     assert (error.value.name, "train" in dir(error.value.obj)) == ("trian", True)
 
 
-def test_what_ends_a_run_raises_as_it_is(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "mine.py").write_text("class Broken:\n    def on_step(self, loop):\n        raise LookupError('mine')\n")
-    monkeypatch.syspath_prepend(str(workdir))
+def test_what_ends_a_run_raises_as_it_is(own_module: Any) -> None:
+    own_module("mine", "class Broken:\n    def on_step(self, loop):\n        raise LookupError('mine')\n")
     with pytest.raises(LookupError, match="mine"):
         train(*WORDS, "+callbacks.mine._target_=mine.Broken", "hydra.run.dir=run")
     assert Path("run/summary.json").is_file()

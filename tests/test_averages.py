@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,10 +60,8 @@ class Broken(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "my_parts.py").write_text(PARTS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "my_parts")
+def parts(own_module: Any) -> None:
+    own_module("my_parts", PARTS)
 
 
 def last(result: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,11 +82,9 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture
-def watching(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def watching(own_module: Any) -> Iterator[Any]:
     """The module with the callbacks, for `callbacks.watch._target_`."""
-    (workdir / "watching.py").write_text(WATCHING.replace("EVERY", str(EVERY)))
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(sys.modules, "watching", raising=False)
+    own_module("watching", WATCHING.replace("EVERY", str(EVERY)))
     import watching  # type: ignore[import-not-found]
 
     yield watching

@@ -5,8 +5,6 @@ Each test runs the program and compares `weights_sha256` of the summaries: one d
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +28,6 @@ CNN = (*SMALL, "model=small_cnn", "model.width=4", "model.dropout=0.3")
 
 def weights(result: Any) -> str:
     return str(result.summary["weights_sha256"])
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kept") / "last.safetensors"
-
-
-@pytest.fixture
-def inside_an_epoch(kept: Path, stopped: Callable[..., Any]) -> Path:
-    """The checkpoint of a run that was stopped after four of six steps; to be read only."""
-    if not kept.exists():
-        shutil.copy(stopped(4, *MLP).directory / "checkpoints" / "last.safetensors", kept)
-    return kept
 
 
 def resumed_equals_uninterrupted(train: Any, stopped: Any, step: int, *words: str) -> tuple[Any, Any]:
@@ -193,9 +178,9 @@ def test_putting_saves_off_changes_neither_the_weights_nor_which_state_is_the_be
     "word", ["model.hidden=[8]", "optimizer=sgd", "data.batch_size=4", "accumulate=2", "seed=5", "data.dataset.seed=1"]
 )
 def test_a_change_that_would_not_be_the_same_run_is_refused_inside_an_epoch(
-    word: str, inside_an_epoch: Path, rejected: Any
+    word: str, train_once: Any, rejected: Any
 ) -> None:
-    result = rejected("train", f"ckpt_path={inside_an_epoch}", word)
+    result = rejected("train", f"ckpt_path={train_once(*MLP, 'max_steps=4').directory}", word)
     assert "cannot change when resuming" in result.err
     assert word.split("=")[0] in result.err
 

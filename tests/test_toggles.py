@@ -1,31 +1,21 @@
 """Every toggle, and every pair of toggles, trains; a run that is stopped and resumed ends with the same bits.
 
 The pairs are those of a covering array: each row turns on several toggles, and every pair is in some row.
-
-The runs are those of the program from where the command line has been composed: composing takes longer than they do.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import dataclasses
-import io
 import itertools
-import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from extended import some
+from tiny_runs import words_of
 
-import runner.verbs.train
 from runner.checkpoint.file import read
-from runner.config.composition import Composition
 
 # Of torch's compiler, looking through what it resumes with.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -65,11 +55,13 @@ def sharded(image_size, **arguments):
     images = made["train"]
     return {**made, "train": Sharded(images.images, images.targets, images.classes)}
 """
+QUIET = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 # 22 training samples: five batches of 4 and one of 2 an epoch.
 SMALL = (
     "data=synthetic", "data.dataset.samples=24", "data.image_size=8", "data.batch_size=4", "data.num_workers=0",
-    "data.prefetch=1", "evaluate.every_epochs=null", "evaluate.test=false", "scheduler=constant", "callbacks=none",
-    "epochs=null", "threads=1", "logger=none", "log.progress=false", "log.curves=false", "log.every_steps=50", "trust=[tiny_model]",
+    "data.prefetch=1", "data.dataset._target_=tiny_model.sharded", "model._target_=tiny_model.Tiny", "~model.width",
+    "model.dropout=0.0", "evaluate.every_epochs=null", "evaluate.test=false", "scheduler=constant", "callbacks=none",
+    "epochs=null", "log.every_steps=50", *QUIET,
 )  # fmt: skip
 STEPS, STOP = 7, 2
 # Each factor with its levels, the first of which is the default.
@@ -140,59 +132,21 @@ def test_the_covering_array_has_every_pair_of_toggles() -> None:
         assert together == set(itertools.product(range(len(FACTORS[first])), range(len(FACTORS[second]))))
 
 
-@pytest.fixture(scope="module")
-def composed() -> list[Composition]:
-    """The composition of `SMALL`, once it is made."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def digests() -> dict[str, str]:
-    """Weights of the runs that were not stopped, by their toggles."""
-    return {}
-
-
 @pytest.fixture
-def call(
-    compose: Callable[..., Composition], composed: list[Composition], workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Train with some keys set, and give the summary."""
-    (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    if not composed:
-        own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
-        composed.append(compose(*SMALL, *own, "data.dataset._target_=tiny_model.sharded"))
-    numbers = itertools.count()
+def call(accepted: Any, own_module: Any) -> Callable[..., dict[str, Any]]:
+    """Train with some keys set, or resume with them; gives the summary, what was shown, and the directory."""
+    own_module("tiny_model", MODEL)
 
     def train(**settings: Any) -> dict[str, Any]:
-        values = copy.deepcopy(composed[0].values)
-        for key, value in settings.items():
-            *parents, last = key.split(".")
-            section = values
-            for parent in parents:
-                section = section[parent]
-            section[last] = value
-        words = [f"{key}={json.dumps(value)}".lstrip("+") for key, value in settings.items()]
-        folder = workdir / f"run_{next(numbers)}"
-        composition = dataclasses.replace(composed[0], values=values, overrides=words, run_dir=folder)
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-            try:
-                runner.verbs.train.run(composition)
-            except SystemExit:
-                pytest.fail(shown.getvalue())
-        return {**json.loads((folder / "summary.json").read_text()), "shown": shown.getvalue(), "folder": folder}
+        result = accepted("train", *words_of(QUIET if "ckpt_path" in settings else SMALL, settings))
+        return {**result.summary, "shown": result.out, "folder": result.directory}
 
-    yield train
-    sys.modules.pop("tiny_model", None)
+    return train
 
 
-def digest(chosen: dict[str, Any], call: Callable[..., Any], digests: dict[str, str]) -> str:
+def digest(chosen: dict[str, Any], train_once: Any) -> str:
     """Weights after all steps without a stop."""
-    name = json.dumps(chosen, sort_keys=True)
-    if name not in digests:
-        digests[name] = call(max_steps=STEPS, **chosen)["weights_sha256"]
-    return digests[name]
+    return str(train_once(*words_of(SMALL, {"max_steps": STEPS, **chosen})).summary["weights_sha256"])
 
 
 ROWS = list(dict.fromkeys([*covering_array(), *SINGLES]))
@@ -200,10 +154,10 @@ ROWS = list(dict.fromkeys([*covering_array(), *SINGLES]))
 
 @pytest.mark.parametrize("row", some(ROWS, *range(len(covering_array()))), ids=name_of)
 def test_stopped_and_resumed_it_ends_with_the_bits_of_a_run_that_was_not(
-    row: tuple[int, ...], call: Any, digests: dict[str, str]
+    row: tuple[int, ...], call: Any, train_once: Any
 ) -> None:
     chosen = settings(row)
-    whole = digest(chosen, call, digests)
+    whole = digest(chosen, train_once)
     part = call(max_steps=STOP, **chosen)
     assert part["global_step"] == STOP
     assert part["weights_sha256"] != whole
@@ -213,12 +167,12 @@ def test_stopped_and_resumed_it_ends_with_the_bits_of_a_run_that_was_not(
     assert rest["weights_sha256"] == whole
     inexact = {key: value for key, value in chosen.items() if key not in EXACT}
     if inexact != chosen:
-        assert digest(inexact, call, digests) == whole, f"{chosen.keys() - inexact.keys()} change the weights"
+        assert digest(inexact, train_once) == whole, f"{chosen.keys() - inexact.keys()} change the weights"
 
 
 @pytest.mark.parametrize("row", [row for row in SINGLES if not EXACT & settings(row).keys()], ids=name_of)
-def test_what_changes_the_computation_has_an_effect(row: tuple[int, ...], call: Any, digests: dict[str, str]) -> None:
-    assert digest(settings(row), call, digests) != digest({}, call, digests)
+def test_what_changes_the_computation_has_an_effect(row: tuple[int, ...], call: Any, train_once: Any) -> None:
+    assert digest(settings(row), train_once) != digest({}, train_once)
 
 
 def test_the_header_says_what_was_chosen_and_why(call: Any) -> None:
@@ -238,8 +192,7 @@ def test_the_header_says_what_was_chosen_and_why(call: Any) -> None:
 
 @pytest.mark.extended
 def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(call: Any) -> None:
-    node = {"_target_": "runner.models.mlp.MLP", "hidden": [8]}
-    small: dict[str, Any] = {"model": node, "data.drop_last": True, "activation_checkpointing": "layers"}
+    small = {"model": "mlp", "model.hidden": [8], "data.drop_last": True, "activation_checkpointing": "layers"}
     plain = call(max_steps=STOP, **small)
     compiled = call(max_steps=STOP + 2, ckpt_path=str(plain["folder"]), compile=True)
     assert "  compiled" in compiled["shown"]
@@ -275,7 +228,7 @@ def test_a_compiled_step_resumes_with_the_same_bits(call: Any) -> None:
 
 def test_what_an_evaluation_has_no_use_for_is_said(call: Any, accepted: Any) -> None:
     folder = call(max_steps=1)["folder"]
-    words = ("eval", f"ckpt_path={folder}", "split=val", "threads=1", "trust=[tiny_model]", "amp=bf16", "tf32=true")
+    words = ("eval", f"ckpt_path={folder}", "split=val", "threads=1", "amp=bf16", "tf32=true")
     result = accepted(*words, "activation_checkpointing=true", "compile=true")
     said = [line.split()[1].split("=")[0] for line in result.out.splitlines() if line.startswith("warning: ")]
     said = [key for key in said if key != "amp"]  # reported on CPUs that emulate bf16

@@ -23,14 +23,13 @@ from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
 from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
-from runner.run.batch_size import auto_batch_size, memory_for_training
+from runner.run import trial
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
-from runner.run.probe import probe, send, try_one, unsaved
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
@@ -61,7 +60,7 @@ def build_run(
         fresh: whether weights begin here; if a checkpoint brings them, no others are read or drawn.
     """
     # A search for the batch size builds runs of its own, so it comes before anything of this one exists
-    config, choices = auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
+    config, choices = trial.auto_batch_size(config, functools.partial(build_run, make_cache=make_cache, fresh=fresh))
 
     # Device and precision first: data are read into the memory, and as the numbers, of the device
     hardware = choose_hardware(config)
@@ -73,26 +72,27 @@ def build_run(
 
     # Task, model and loss; from here on, the config has what comes from the data
     seed_everything(config.seed)
-    fresh = fresh and start is None
-    config, task, model, loss = build_task_model_loss(config, data, fresh)
+    draws_weights = fresh and start is None
+    config, task, model, loss = build_task_model_loss(config, data, draws_weights)
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
-        probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
+        trial.probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task)
 
     # Initial weights, which a checkpoint brings along, and what is frozen
-    image, trial = example_input(data), (task, model, loss, data)
-    initial = set_initial_weights(config, model, data, image) if fresh else InitialWeights()
+    image = example_input(data)
+    initial = set_initial_weights(config, model, data, image) if draws_weights else InitialWeights()
     freezing = freeze(config, model, image)
     sharing = 1 if config.sync_batchnorm else world().size
-    try_one(*trial, freezing=freezing, plan=length.plan, ranks=sharing)
+    trial.try_single_sample(task, model, loss, data, freezing=freezing, epoch=length.plan, ranks=sharing)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds
-        toggled = toggle(config, model_of(model), loss, precision, functools.partial(send, *trial))
-    warnings += unsaved(task, attributes.restore())
+        forward = functools.partial(trial.forward_copies, task, model, loss, data)
+        toggled = toggle(config, model_of(model), loss, precision, forward)
+    warnings += trial.unsaved_attributes(task, attributes.restore())
 
     # From here on, a rank may have a part of each weight
     freezing.follow_parameters(shard_model(config, model, hardware, warnings))
@@ -134,33 +134,29 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
         The best value of the monitored metric, or None.
     """
     directory.begin()
+    config, found = directory.config, directory.found
     # Closes what is open, the last one first, whatever becomes of the others
     with contextlib.ExitStack() as ending:
         try:
-            best = _train(_build(directory, ending), directory, signals, ending, also_call)
+            start = resume.made_of(found, "position", Position) if found else None
+            # Variants that another run in this process compiled would count against torch's limit
+            if config.compile:
+                forget_compiled()
+            # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
+            run = build_run(config, start, make_cache=may_write_cache(config, directory.composition.values))
+            ending.callback(run.data.close)
+            # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
+            run.warnings += validate_limits(run)
+            check_same(run, world())
+            best = _train(run, directory, signals, ending, also_call)
         except DataFailed as error:
             if signals.asked():  # which ends the wait for data that do not come
                 directory.console.warn(str(error))
                 raise Preempted(signals.asked()) from None
             raise
     if world().first:
-        directory.draw_curves(directory.config.log.curves)
+        directory.draw_curves(config.log.curves)
     return best
-
-
-def _build(directory: RunDirectory, ending: contextlib.ExitStack) -> Run:
-    """What is trained: what the config says, at the position of the checkpoint."""
-    config, found = directory.config, directory.found
-    start = resume.made_of(found, "position", Position) if found else None
-    if config.compile:  # else variants that another run in this process compiled would count against torch's limit
-        forget_compiled()
-    # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
-    run = build_run(config, start, make_cache=may_write_cache(config, directory.composition.values))
-    ending.callback(run.data.close)
-    # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
-    run.warnings += validate_limits(run)
-    check_same(run, world())
-    return run
 
 
 def _train(
@@ -222,7 +218,7 @@ def _train(
     ending.callback(_note_losses, directory, data, compiled)
     try:
         saving.begin(loop)
-        with memory_for_training(config), watching:
+        with trial.memory_for_training(config), watching:
             loop.run()
         directory.note_waiting()
         saving.end(loop)

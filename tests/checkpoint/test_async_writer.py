@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -101,13 +100,6 @@ def test_work_is_done_in_order_and_its_errors_are_raised_where_the_program_looks
     assert done == [1]
 
 
-@pytest.mark.parametrize("name", ["step_0000000007.safetensors", "best.safetensors"])
-def test_what_was_saved_in_the_background_resumes_to_the_same_bits(train: Any, train_once: Any, name: str) -> None:
-    whole = train_once(*SMALL, "checkpoint.async=true")
-    rest = train(f"ckpt_path={whole.directory / 'checkpoints' / name}")
-    assert rest.summary["weights_sha256"] == whole.summary["weights_sha256"]
-
-
 def test_a_failure_in_the_background_ends_the_run_with_a_sentence(
     rejected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,11 +190,8 @@ class Fail:
 
 
 @pytest.fixture
-def own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "own.py").write_text(INFINITE, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    monkeypatch.setenv("RUNNER_TRUST", "own")
+def own(own_module: Any) -> None:
+    own_module("own", INFINITE)
 
 
 @pytest.mark.usefixtures("own")

@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from faults import forging
 from runner.base.errors import UserError
 from runner.checkpoint.file import DamagedCheckpoint, read, write
+from runner.runtime.memory import peak_memory, reset_peak_memory
 
 MIB = 2**20
 
 
-def resident(name: str) -> int:
-    return 1024 * int(re.search(rf"{name}:\s*(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
-
-
-class Peak:
-    """The largest memory of this process inside a `with` block, beyond what it had before."""
-
-    def __enter__(self) -> Peak:
-        Path("/proc/self/clear_refs").write_text("5")
-        self.before = resident("VmRSS")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.mib = (resident("VmHWM") - self.before) / MIB
+@contextlib.contextmanager
+def peak_below(mib: int) -> Iterator[None]:
+    """The largest memory of this process inside the block, beyond what it had before, is below `mib`."""
+    cpu = torch.device("cpu")
+    reset_peak_memory(cpu)
+    before = peak_memory(cpu).bytes
+    yield
+    assert peak_memory(cpu).bytes - before < mib * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read from /proc")
@@ -47,19 +44,17 @@ def test_a_large_header_of_small_values_takes_little_more_memory_than_the_file(
     else:
         path.write_bytes(forging.forged(contents(), metrics=many))
     with (
-        Peak() as peak,
+        peak_below(100),
         pytest.raises(DamagedCheckpoint, match="more values, lists or mappings than runs save"),
     ):
         read(path)
-    assert peak.mib < 100
 
 
 def test_a_header_of_more_than_32_mib_is_refused(tmp_path: Path) -> None:
     head = '{"__metadata__":{"format":"2","sha256":"' + "0" * 64 + '","a":"' + "x" * (33 * MIB) + '"}}'
     (tmp_path / "bomb.safetensors").write_bytes(forging.sealed_header(head.encode()))
-    with Peak() as peak, pytest.raises(DamagedCheckpoint, match="its header is larger than 32 MiB"):
+    with peak_below(10), pytest.raises(DamagedCheckpoint, match="its header is larger than 32 MiB"):
         read(tmp_path / "bomb.safetensors")
-    assert peak.mib < 10
 
 
 def test_a_state_of_too_many_containers_is_refused_when_it_is_written(tmp_path: Path, contents: Any) -> None:

@@ -51,10 +51,7 @@ def altered(checkpoint: Path, workdir: Path) -> Callable[[Callable[[dict[str, An
     """The override that names a copy of a checkpoint whose config has a change."""
 
     def make(change: Callable[[dict[str, Any]], object]) -> str:
-        contents = read(checkpoint)
-        config = yaml.safe_load(contents["config"])
-        change(config)
-        write(workdir / "odd.safetensors", contents | {"config": yaml.safe_dump(config)})
+        (workdir / "odd.safetensors").write_bytes(forging.with_config(read(checkpoint), change))
         return "ckpt_path=odd.safetensors"
 
     return make

@@ -19,8 +19,8 @@ from runner.engine.evaluation import evaluate
 from runner.engine.plan import Position
 from runner.lab.inspect.numbers import pass_through as watched
 from runner.run.evaluation import _feed
-from runner.run.probe import probe
 from runner.run.run import Run, training_flops
+from runner.run.trial import probe
 from runner.runtime.activation import _try_backward
 from runner.train import build_run
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +19,9 @@ OWN = "own_metrics"
 
 
 @pytest.fixture(autouse=True)
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / f"{OWN}.py").write_text(
+def own(own_module: Any) -> None:
+    own_module(
+        OWN,
         """
 import torch
 
@@ -36,9 +36,8 @@ class Error(Silent):
 class Watcher:
     def __init__(self, monitor=None, mode=None): self.monitor, self.mode = monitor, mode
     def on_evaluation(self, loop, metrics): pass
-"""
+""",
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
 
 
 def config_of(metrics: dict[str, str] | None = None, **keys: Any) -> Train:

@@ -14,13 +14,14 @@ from lock_holder import held_elsewhere
 
 from runner.base.errors import UserError
 from runner.base.reading import read_overrides, read_summary
+from runner.config import stored
 from runner.config.composition import Composition
 from runner.config.load import resolve_config
 from runner.config.schema import Train
 from runner.config.sources import Sources
+from runner.run import setup
 from runner.run.directory import Occupied, claim, hold, works
 from runner.run.run_directory import RunDirectory
-from runner.run.setup import unfinished
 from runner.tracking.run_files import copy_until
 from runner.verbs.predict.rows import open_table
 
@@ -148,7 +149,7 @@ def test_a_neighbour_with_odd_overrides_or_a_named_pipe_does_not_stop_the_search
         os.mkfifo(bad / name)
     else:
         (bad / name).write_text(text)
-    found, warnings = unfinished(tmp_path, same)
+    found, warnings = setup.unfinished(tmp_path, same)
     assert found == good
     assert len(warnings) == (text != "- 2024-99-99")
     assert all(str(bad) in warning and (text or name in warning) for warning in warnings)
@@ -157,16 +158,28 @@ def test_a_neighbour_with_odd_overrides_or_a_named_pipe_does_not_stop_the_search
 def test_the_newest_run_is_the_one_that_started_last_whatever_its_name_says(tmp_path):
     begin_run(tmp_path, "2026-09-09_12-00-00", "2026-09-09T12:00:00+00:00")
     newer = begin_run(tmp_path, "2026-09-09_10-00-00", "2026-09-09T12:00:00.000001+00:00")
-    assert unfinished(tmp_path, same)[0] == newer
+    assert setup.unfinished(tmp_path, same)[0] == newer
     begin_run(tmp_path, "2026-01-01_00-00-00", "2026-09-09T12:00:00.000002+00:00", status="finished")
-    assert unfinished(tmp_path, same) == (None, [])
+    assert setup.unfinished(tmp_path, same) == (None, [])
+
+
+def test_the_command_is_resolved_once_for_all_earlier_runs(tmp_path, compose, monkeypatch):
+    composition, resolved = compose("resume=auto", f"output_root={tmp_path}"), []
+    for seed in (1, 2, 3):
+        run = begin_run(composition.runs, f"run_{seed}")
+        (run / "config.yaml").write_text(stored.dump(composition.values | {"seed": seed}))
+    monkeypatch.setattr(setup, "resolve_config", lambda *known: resolved.append(1) or resolve_config(*known))
+    assert setup.to_continue(composition) == (None, [])
+    assert len(resolved) == 1
+    (run / "config.yaml").write_text(stored.dump(composition.values))
+    assert setup.to_continue(composition) == (run, [])
 
 
 def test_of_runs_without_a_start_time_the_newest_was_written_last(tmp_path):
     for count, name in enumerate(["2026-09-09_12-00-00", "2026-09-09_10-00-00", "2026-09-09_10-00-00_1"]):
         summary = begin_run(tmp_path, name) / "summary.json"
         os.utime(summary, (1000 + min(count, 1), 1000 + min(count, 1)))
-    assert unfinished(tmp_path, same)[0].name == "2026-09-09_10-00-00_1"
+    assert setup.unfinished(tmp_path, same)[0].name == "2026-09-09_10-00-00_1"
 
 
 def test_a_run_that_starts_again_begins_with_empty_logs(tmp_path, compose):

@@ -15,6 +15,8 @@ import torch.utils.deterministic
 from torch import nn
 
 from runner.base.errors import UserError
+from runner.config.load import resolve_config
+from runner.config.schema import Train
 from runner.runtime import device
 from runner.runtime.determinism import operations_named, refusal
 
@@ -147,10 +149,12 @@ def test_a_deterministic_run_says_what_is_seeded_and_what_is_not(run: Any) -> No
     assert "seeded" not in run("train", *FEW).out
 
 
-def test_memory_that_nothing_was_written_to_is_filled(monkeypatch: pytest.MonkeyPatch, refusing: Any) -> None:
+def test_memory_that_nothing_was_written_to_is_filled(
+    monkeypatch: pytest.MonkeyPatch, refusing: Any, compose: Any
+) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     refusing(False)
-    device.configure_torch(torch.device("cpu"), 1, True, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
+    device.configure_torch(resolve_config(compose("threads=1", "deterministic=true"), Train), torch.device("cpu"))
     assert torch.empty(1000).isnan().all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ def switches() -> Iterator[None]:
 
 def configure(device: torch.device = CPU, **keys: object) -> list[str]:
     defaults = {"threads": 1, "deterministic": False, "cudnn_benchmark": False, "tf32": False, "detect_anomaly": False}
-    return configure_torch(device, **{**defaults, **keys})  # type: ignore[arg-type]
+    config = SimpleNamespace(**{"matmul_precision": None, **defaults, **keys})
+    return configure_torch(config, device)  # type: ignore[arg-type]
 
 
 @pytest.fixture

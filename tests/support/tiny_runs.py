@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +19,14 @@ TINY = (
     *("data=synthetic", "data.dataset.samples=32", "data.image_size=8", "model=small_cnn", "model.width=4"),
     *("epochs=1", "evaluate.test=false"),
 )
+
+
+def words_of(base: Sequence[str], settings: dict[str, Any]) -> tuple[str, ...]:
+    """The words `base` with some keys set, instead of those about the same keys."""
+    given = {key: re.sub(r'"(\w+)": ', r"\1: ", json.dumps(value)) for key, value in settings.items()}
+    keys = {word: word.lstrip("+~").partition("=")[0] for word in base}
+    others = [word for word, key in keys.items() if not given.keys() & {key, key.partition(".")[0]}]
+    return (*others, *map("=".join, given.items()))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from runner.run.probe import _training
+from runner.run.trial import _training
 
 PARTS = """
 import torch

@@ -258,17 +258,6 @@ def _is_state_dict(value: Any) -> bool:
     )
 
 
-def _is_average(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("kind") in ("ema", "swa")
-        and _is_count(value.get("updates"))
-        and _or_none(_is_state_dict)(value.get("weights", 0))
-        and _is_state_dict(value.get("loss", {}))
-        and type(value.get("calibrated")) is bool
-    )
-
-
 def _is_fingerprint(value: Any) -> bool:
     """The number of samples of a split, and digests of what is known of it."""
     return (
@@ -300,18 +289,24 @@ def _is_mean(value: Any) -> bool:
 
 
 _MAPPING, _NUMBERS = (_by_name(lambda _: True), "a mapping by name"), (_by_name(_is(int, float)), "numbers by name")
+_STATE_DICT, _FLAG = (_is_state_dict, "tensors by name"), (_is(bool), "true or false")
 _COUNT, _TEXT, _NUMBER = (_is_count, "a whole number of at least 0"), (_is(str), "text"), (_is(int, float), "a number")
 # What a value at a place has to be, in this order; where the place ends with a question mark, it need not be there.
 _RULES: dict[str, tuple[Check, str]] = {
     **dict.fromkeys(("optimizer", "scheduler", "rng", "position", "metrics"), _MAPPING),
-    **dict.fromkeys(("model", "loss?"), (_is_state_dict, "tensors by name")),
+    **dict.fromkeys(("model", "loss?"), _STATE_DICT),
     "versions": _MAPPING,
     "config": _TEXT,
     "classes": (_list(_is(str)), "a list of names"),
-    "averaged": (_or_none(_is_average), "a kind, a number of updates and tensors by name"),
+    "averaged": (_or_none(_is(dict)), "a mapping"),
+    "averaged.kind": (lambda kind: kind in ("ema", "swa"), "ema or swa"),
+    "averaged.updates": _COUNT,
+    "averaged.weights": (_or_none(_is_state_dict), "tensors by name"),
+    "averaged.loss?": _STATE_DICT,
+    "averaged.calibrated": _FLAG,
     "scaler": (_or_none(_NUMBERS[0]), "numbers by name"),
     **dict.fromkeys(("position.epoch", "position.batch", "position.global_step"), _COUNT),
-    "position.evaluation_due?": (_is(bool), "true or false"),
+    "position.evaluation_due?": _FLAG,
     "position.turns?": (_are_turns, "a list of steps and epochs, in order"),
     "metrics.callbacks": (_is(dict), "a mapping"),
     "metrics.data": (_by_name(_is_fingerprint), "samples and content of splits"),
@@ -335,6 +330,6 @@ def wrong_type(contents: dict[str, Any]) -> str:
             inner = inner.get(key)
         if inner is None or (name not in inner and place.endswith("?")):
             continue
-        if not check(inner.get(name)):
+        if not check(inner.get(name, ...)):
             return f"{'.'.join([*outer, name])} is not {words}"
     return ""

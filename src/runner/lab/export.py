@@ -154,13 +154,13 @@ def run(composition: Composition) -> float:
     report = Report(composition.values["json"])
     resolved = resolve_checkpoint(composition, Export, from_checkpoint.MODEL)
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
-    config = dataclasses.replace(resolved.config, channels_last=False)
+    config = dataclasses.replace(resolved.config, channels_last=False, matmul_precision=None, detect_anomaly=False)
     resolved = dataclasses.replace(resolved, config=config)
     chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
     if "onnx" in chosen:
         others = ", ".join(name for name in FORMATS if name != "onnx")
         require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
-    configure_torch(_CPU, config.threads, config.deterministic, cudnn_benchmark=False, tf32=False, detect_anomaly=False)
+    configure_torch(config, _CPU)
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
     task, modules = resolved.restore_model(data, _CPU)

@@ -15,13 +15,13 @@ from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
 from runner.config.targets import called, preferred_data
 from runner.distributed.world import rows, world
-from runner.run.batch_size import explaining_memory
 from runner.run.finetune import explaining
 from runner.run.optimizer import table_of_groups
 from runner.run.ranks import count_ranks
 from runner.run.run import Run, validate_limits
 from runner.run.run_directory import RunDirectory
-from runner.runtime.memory import peak_memory, readable, reset_peak_memory
+from runner.run.trial import explaining_memory, try_step
+from runner.runtime.memory import readable, reset_peak_memory
 from runner.tracking.console import Console
 from runner.tracking.formats import amount
 from runner.tracking.run_files import PROGRESS
@@ -66,18 +66,14 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
         console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))
         for warning in (*run.warnings, *validate_limits(run)):
             console.warn(warning)
-        # The first rank has the most samples, and training everything takes the most memory
-        samples, last = rows(run.plan.size(0), 0, ranks).stop, config.accumulate - 1
+        # The first rank has the most samples
+        samples = rows(run.plan.size(0), 0, ranks).stop
         of_rank = f", of one of {ranks} ranks" * (ranks > 1)
         problem = f"a step with batches of {samples}{of_rank} fails: "
         failed = explaining("data.batch_size", problem, "a larger data.batch_size, or fewer devices")
         short = explaining_memory("data.batch_size", samples, "a smaller data.batch_size with a larger accumulate")
-        reset_peak_memory(run.device)
-        with run.state.freezing.as_at(None), failed, short:
-            batch = run.data.example_batch(samples)
-            for number in range(last + 1):
-                run.step(batch, 1 / (last + 1), samples, update=number == last)
-    peak = peak_memory(run.device)
+        with failed, short:
+            peak = try_step(run, samples)
     console.line(f"a step with batches of {samples}{of_rank}: {readable(peak.bytes)} ({peak.what})")
 
 

@@ -29,12 +29,12 @@ from runner.engine.evaluation import evaluate
 from runner.engine.weight_average import prefix
 from runner.instrument.nested import parts_of_rows, tensors_moved
 from runner.instrument.no_trace import preserved_rng
-from runner.run.batch_size import explaining_memory
 from runner.run.finetune import explaining
 from runner.run.from_checkpoint import load_weights_of
 from runner.run.metrics import fresh_metrics
 from runner.run.model import modules_of
 from runner.run.run import Run
+from runner.run.trial import explaining_memory
 
 
 class Evaluator:

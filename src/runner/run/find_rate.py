@@ -10,8 +10,8 @@ from typing import Any
 from runner.base.errors import UserError
 from runner.config.targets import names_argument
 from runner.engine.range_test import Curve, Suggestions, exponential, range_test, suggest
-from runner.run.batch_size import memory_for_training
 from runner.run.run import Run
+from runner.run.trial import memory_for_training
 from runner.tracking.plots import rate_curve
 
 REASON = "a fifth of the rate at which the loss begins to rise"

@@ -97,18 +97,20 @@ def explaining(key: str, problem: str, allowed: str = "") -> Iterator[None]:
         raise
 
 
-def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
-    """The head of a model, which `key` needs; `UserError` if it cannot be told from the rest.
-
-    It is found with an image (1, C, H, W); the model and random generators are left as they are.
-    """
+def _find_head(model: nn.Module, image: Tensor) -> Head:
+    """The head of a model, found with an image (1, C, H, W); the model and random generators are left as they are."""
 
     def logits() -> Any:
         with evaluating(model), explaining("model", f"cannot take images of shape {tuple(image.shape)}: "):
             return model(image)
 
+    return find_head(model, logits)
+
+
+def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
+    """The head of a model, which `key` needs; `UserError` if it cannot be told from the rest."""
     try:
-        return find_head(model, logits)
+        return _find_head(model, image)
     except HeadNotFound as error:
         allowed = "a model whose attribute head, fc or classifier ends in a Linear or a 1x1 convolution"
         raise UserError(key, f"no head was found: {error}", allowed) from error
@@ -166,13 +168,8 @@ def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image
         raise UserError("init_from", problem, "init_from={teacher: PATH}")
     head = None
     if "model" in files and image.numel():
-        try:
-            head = head_of(modules["model"], image, "init_from")
-        except UserError as error:
-            if not isinstance(
-                error.__cause__, HeadNotFound
-            ):  # one that cannot be told from the rest may be loaded, too
-                raise
+        with contextlib.suppress(HeadNotFound):  # a model whose head cannot be told from the rest may be loaded, too
+            head = _find_head(modules["model"], image)
     others = {
         name: start_from(config, modules[name], head if name == "model" else None, data.classes, name=name, path=path)
         for name, path in files.items()

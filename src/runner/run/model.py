@@ -1,4 +1,4 @@
-"""Task, model and loss, fitted to the data; `runner.run.probe` tries them on a sample."""
+"""Task, model and loss, fitted to the data; `runner.run.trial` tries them on a sample."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,8 +60,7 @@ class RunDirectory:
         self.summary: dict[str, Any] = {"status": "running", "error": None}  # what `summary.json` contains
         self.exit_code = OK
         self.error: BaseException | None = None  # what ended the run early
-        self.endings: list[Callable[[], None]] = []  # called once the summary says how the run ended
-        self._lock: int | None = None
+        self.ending = contextlib.ExitStack()  # closed once the summary says how the run ended; the lock goes last
         self._to_debug: BaseException | None = None
         self._is_new = False  # whether the directory had no content when the run opened it
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
@@ -105,29 +103,27 @@ class RunDirectory:
         # Before anything is written, as a link would lead the first write elsewhere
         refuse_special_files(path)
         self._use(path)
-        self._lock = hold(path)
+        lock = hold(path)
         self.is_open = True
+        if lock is None:
+            return
+        self.ending.callback(os.close, lock)
         # Temporary files of a killed process; the lock excludes that another one uses them.
-        for folder in (path, self.plots, self.checkpoints) if self._lock is not None else ():
+        for folder in (path, self.plots, self.checkpoints):
             for leftover in folder.glob(".*.tmp"):
                 with contextlib.suppress(OSError):
                     leftover.unlink()
 
-    def _let_go(self) -> None:
-        """Let other processes write into the directory."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
     def _open_console(self, log: Path, stream: io.StringIO | None = None) -> None:
         progress = self.config.log.progress
         self.console = Console(log, None if progress == "auto" else progress, stream)
+        self.ending.callback(self.console.close)
 
     def reserve(self) -> None:
         """Open the directory of a job of a sweep, before anything can go wrong in the job."""
         if self.composition.job_dir is not None:
             self._take(self.composition.job_dir)
-            # Where overrides are there already, they are the same, see `why_occupied`
+            # Where overrides are there already, they are the same: of a job that continues
             if not (self.path / "overrides.yaml").exists():
                 self._write_overrides()
 
@@ -177,7 +173,7 @@ class RunDirectory:
         """Report a run that `resume=auto` found finished, leave it as it is, and return its best monitored value."""
         assert self.finished is not None
         print(f"{self.finished} has finished already", flush=True)
-        self._let_go()
+        self.ending.close()
         self.is_open = False
         return number_or_none(at(read_summary(self.finished), "best.value"))
 
@@ -302,10 +298,7 @@ class RunDirectory:
             self.exit_code = self.exit_code or FAILED
             self.complain(str(error))
         # Before the lock is gone: another process may resume as soon as it is
-        for ending in self.endings:
-            ending()
-        self.console.close()
-        self._let_go()
+        self.ending.close()
         if self._is_new and self._mistaken and not (self.path / "config.yaml").exists():
             # The config is written once everything is built: nothing was trained, and the message has been shown.
             shutil.rmtree(self.path, ignore_errors=True)

@@ -259,7 +259,8 @@ def open_loggers(loggers: Sequence[Logger], directory: RunDirectory, step: int |
     for logger in loggers:
         ending.callback(logger.close)
         logger.open(directory.path, step)
-        directory.endings += [logger.finish] if hasattr(logger, "finish") else []
+        if hasattr(logger, "finish"):
+            directory.ending.callback(logger.finish)
 
 
 def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:

@@ -14,6 +14,7 @@ import torch.utils.deterministic
 
 from runner.base.cores import cores
 from runner.base.errors import UserError, nearest
+from runner.config.schema.train import Train
 from runner.distributed.world import world
 from runner.runtime.memory import keep_freed_memory
 
@@ -78,21 +79,13 @@ def prepare_repeating(deterministic: bool | Literal["warn"]) -> None:
         )
 
 
-def configure_torch(
-    device: torch.device,
-    threads: int | None,
-    deterministic: bool | Literal["warn"],
-    *,
-    cudnn_benchmark: bool,
-    tf32: bool,
-    detect_anomaly: bool,
-    matmul_precision: Literal["highest", "high", "medium"] | None = None,
-) -> list[str]:
+def configure_torch(config: Train, device: torch.device) -> list[str]:
     """Set torch's process-wide switches, all of them, so that a job of a sweep never inherits those of the last.
 
     Returns:
         Warnings about settings that have no effect here, or not the wanted one.
     """
+    threads, deterministic, tf32, matmul = config.threads, config.deterministic, config.tf32, config.matmul_precision
     # Several ranks share the cores; torch would give each of them all
     torch.set_num_threads(threads or (cores() if world().size > 1 else _USUAL_THREADS))
     if device.type == "cpu":
@@ -105,13 +98,12 @@ def configure_torch(
     # Setting it loads torch's compiler, a second that most runs need not spend.
     if wanted != (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()):
         torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
-    torch.autograd.set_detect_anomaly(detect_anomaly)
+    torch.autograd.set_detect_anomaly(config.detect_anomaly)
     torch.backends.cudnn.deterministic = bool(deterministic)
-    torch.backends.cudnn.benchmark = cudnn_benchmark
+    torch.backends.cudnn.benchmark = config.cudnn_benchmark
     on_cuda = device.type == "cuda"
     # Only CUDA has TF32; for others it would be a change of precision that nobody asked for
-    precision = matmul_precision or ("high" if tf32 and on_cuda else "highest")
-    torch.set_float32_matmul_precision(precision)
+    torch.set_float32_matmul_precision(matmul or ("high" if tf32 and on_cuda else "highest"))
     if on_cuda:
         torch.backends.cudnn.allow_tf32 = tf32
     warnings = []
@@ -120,7 +112,7 @@ def configure_torch(
             f"threads={threads} is more than the {cores()} available CPU cores, which is slower than {cores()}"
         )
     # Switches without effect are reported: whoever sets one expects a difference
-    for name in [name for name, on in (("cudnn_benchmark", cudnn_benchmark), ("tf32", tf32)) if on]:
+    for name in [name for name, on in (("cudnn_benchmark", config.cudnn_benchmark), ("tf32", tf32)) if on]:
         if not on_cuda:
             warnings.append(f"{name}=true has no effect on {device.type}: it is a setting of CUDA's")
         elif deterministic == "warn":
@@ -129,10 +121,8 @@ def configure_torch(
         warnings.append(
             "tf32=true has no effect: this GPU has no TensorFloat-32, which began with compute capability 8.0"
         )
-    if matmul_precision not in (None, "highest") and not _rounds_products(device):
-        warnings.append(
-            f"matmul_precision={matmul_precision} has no effect on this {device.type}: it has no faster product"
-        )
+    if matmul not in (None, "highest") and not _rounds_products(device):
+        warnings.append(f"matmul_precision={matmul} has no effect on this {device.type}: it has no faster product")
     return warnings
 
 

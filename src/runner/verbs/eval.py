@@ -35,8 +35,8 @@ from runner.run.from_checkpoint import (
 )
 from runner.run.metrics import build_metrics
 from runner.run.model import build_task_model_loss, place
-from runner.run.probe import probe
 from runner.run.step import TaskSteps, steps_of
+from runner.run.trial import probe
 from runner.tracking.formats import digits, number
 from runner.tracking.verb_report import Report
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.durations import seconds
-from runner.base.errors import PREEMPTED, USAGE
+from runner.base.errors import PREEMPTED
 from runner.base.reading import read_summary
 from runner.checkpoint import find
 from runner.config.composition import Composition
@@ -20,7 +20,7 @@ from runner.engine.errors import Preempted
 from runner.run.describe import dry_run
 from runner.run.ranks import check_one_process, checkpoint_of_rank, count_ranks, device_of_rank
 from runner.run.run_directory import Job, RunDirectory
-from runner.run.setup import decide, why_occupied
+from runner.run.setup import decide
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.train import build_run, train
@@ -32,9 +32,6 @@ def run(composition: Composition) -> float | None:
 
     Raises `SystemExit` with the exit code, unless the job finished or is one of a sweep.
     """
-    if mistake := why_occupied(composition):
-        RunDirectory(composition).complain(str(mistake))
-        raise SystemExit(USAGE)
     directory, value = run_composition(composition)
     directory.finish()
     return value

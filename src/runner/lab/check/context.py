@@ -24,9 +24,9 @@ from runner.engine.step import Supervised
 from runner.instrument.no_trace import SavedBuffers
 from runner.lab.check.result import LIMITS, NotApplicable, need
 from runner.lab.check.sample import SplitStats, is_classes, known_targets, measure_split
-from runner.run.batch_size import auto_batch_size
 from runner.run.from_checkpoint import load_weights_of
 from runner.run.run import Run, validate_limits
+from runner.run.trial import auto_batch_size
 from runner.runtime.device import choose_device, prepare_repeating
 from runner.train import build_run
 

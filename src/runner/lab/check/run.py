@@ -22,7 +22,7 @@ from runner.lab.check.result import GROUPS, REGISTERED, Check, NotApplicable, Re
 from runner.lab.check.sample import is_classes
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint
-from runner.run.run import set_switches
+from runner.runtime.device import configure_torch
 from runner.tracking.console import Console
 from runner.tracking.verb_report import Report
 
@@ -52,7 +52,7 @@ def run(composition: Composition) -> float:
     # An unknown name of a check is refused before anything is built
     chosen, report = select_checks(config), Report(config.json)
     context = CheckContext(config, found)
-    set_switches(config, context.device)
+    configure_torch(config, context.device)
     with contextlib.closing(context):
         results = run_checks(context, chosen, report)
         seen, seconds = images_seen(context), time.monotonic() - began

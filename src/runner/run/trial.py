@@ -1,24 +1,48 @@
-"""A trial before training: one evaluation, then two samples forward, loss and backward; misfits are reported at once."""
+"""What is tried before training: samples in an evaluation and in a step, the memory of a step, and the batch size that fits."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, first_line
+from runner.config.keys import with_changes
+from runner.config.schema.train import Train
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
+from runner.engine.errors import is_out_of_memory
 from runner.engine.freezing import Freezing
 from runner.engine.plan import EpochPlan
+from runner.instrument.nested import tensors_in
 from runner.instrument.no_trace import evaluating, no_trace
+from runner.instrument.saved_tensors import bytes_for_backward
 from runner.run.finetune import explaining
 from runner.run.model import TAKES_BATCHES, indices_for, model_of, prepared
+from runner.run.run import Run
 from runner.run.step import TaskSteps, scalar, steps_of
+from runner.runtime.memory import Peak, peak_memory, readable, reset_peak_memory
 from runner.tasks.task import Task
+
+T = TypeVar("T", bound=Train)
+
+_MIXABLE = "transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
+_ANOMALY = "detect_anomaly=true dry_run=true, which shows the operation of the forward pass"
+_EVALUATES = "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
+_SHARE = 0.8  # of the memory that is free
+_BESIDE = 3  # times the weights: gradients, and two averages as Adam keeps them
+_FOR_BACKWARD = 2.0  # times what the graph keeps: gradients of activations, and what operations need meanwhile
+_MEASURED = 4  # samples that are measured
+_LESS_A_SAMPLE = "a smaller model or smaller images, amp=true, or activation_checkpointing=true"
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 
 
 def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> None:
@@ -36,9 +60,9 @@ def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evalu
     with _training(model, loss):
         # A loss is dropped before the next one is computed, as in training
         losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data)
-        trained = [_backward(value, own) for value in losses]
+        trained = [_backward(value, "task" if own else "model") for value in losses]
         if trained and not any(trained):
-            _without_gradient("task" if own else "loss", model)
+            _refuse_without_gradient("task" if own else "loss", model)
 
 
 def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
@@ -96,33 +120,27 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     try:
         logits = model(images)
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return  # some models take only larger batches in training, see `try_one`
+        return  # some models take only larger batches in training, see `try_single_sample`
     # Some models return other shapes in training, such as auxiliary outputs or a mean over the batch
     if isinstance(logits, Tensor) and (logits.ndim == 0 or len(logits) != copies):
         problem = f"gives {tuple(logits.shape)} in training for a batch of {copies}"
         raise UserError("model", problem, f"one row for each image, ({copies}, {task.outputs(data.classes)})")
     if isinstance(logits, Tensor) and not logits.requires_grad:
-        _without_gradient("model", model)
+        _refuse_without_gradient("model", model)
     with fits:
         value = scalar("loss", "gives", loss(logits, task.targets(targets)))
     yield value
 
 
-_MIXABLE = "transform.mix=null, or a loss of probabilities such as loss=cross_entropy"
-_ANOMALY = "detect_anomaly=true dry_run=true, which shows the operation of the forward pass"
-_EVALUATES = "evaluation_step(modules, batch), or evaluate.every_epochs=null evaluate.test=false"
-
-
-def _backward(value: Tensor, own: bool) -> bool:
-    """Compute the gradients of a loss; whether it has any."""
-    allowed = "" if torch.is_anomaly_enabled() else _ANOMALY
-    with explaining("task" if own else "model", "its gradients cannot be computed: ", allowed):
+def _backward(value: Tensor, key: str) -> bool:
+    """Compute the gradients of a loss, which `key` may be to blame for; whether it has any."""
+    with explaining(key, "its gradients cannot be computed: ", "" if torch.is_anomaly_enabled() else _ANOMALY):
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
     return value.requires_grad
 
 
-def _without_gradient(key: str, model: nn.Module) -> None:
+def _refuse_without_gradient(key: str, model: nn.Module) -> None:
     """Refuse a result without a gradient, with which training would run to its end and change nothing."""
     if any(parameter.requires_grad for parameter in model.parameters()):
         allowed = f"a {key} without detach(), no_grad() or item() between the weights and the loss"
@@ -144,7 +162,7 @@ def _training(model: nn.Module, loss: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
 
 
-def unsaved(task: Task, changed: list[str]) -> list[str]:
+def unsaved_attributes(task: Task, changed: list[str]) -> list[str]:
     """A warning about attributes that a step of the task changes and no checkpoint has."""
     if not changed or hasattr(task, "state_dict"):
         return []
@@ -154,22 +172,116 @@ def unsaved(task: Task, changed: list[str]) -> list[str]:
     return [f"{which}: keep them in buffers of a module, or define state_dict and load_state_dict"]
 
 
-def send(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, samples: int) -> Any:
+def forward_copies(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, samples: int) -> Any:
     """Send copies of the first training samples through the model as training does; what is returned holds the graph."""
     batch = data.example_batch(samples)
     return model_of(model)(batch.images) if data.pairs else steps_of(task, model, loss)(batch.data)
 
 
-def try_one(
-    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, plan: EpochPlan, ranks: int
+def try_single_sample(
+    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
 ) -> None:
     """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
     # The last batch is the smallest, so it decides
-    if plan.size(plan.batches - 1) // ranks > 1:
+    if epoch.size(epoch.batches - 1) // ranks > 1:
         return
-    which = "every batch" if plan.batch_size // ranks <= 1 else "the last batch of an epoch"
+    which = "every batch" if epoch.batch_size // ranks <= 1 else "the last batch of an epoch"
     which += " has 1 sample" if ranks == 1 else f" leaves 1 sample or none to one of {ranks} processes"
     allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
     failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
     with failed, _training(model, loss), freezing.as_at(None):  # training everything asks for the most
         steps_of(task, model, loss)(data.example_batch(1).data)
+
+
+def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:
+    """The config with the batch size that fits, so that a resumed run does not search again, and a row that says why.
+
+    Without `data.batch_size=auto` the config is as it was, and there is no row. The size is the largest power of two that is no
+    more than the training samples. The memory of a sample is estimated from what the graph of a few keeps for backward. On a GPU,
+    the batch is then tried. A `UserError` says that not even one sample fits.
+    """
+    if config.data.batch_size != "auto":
+        return config, []
+    # Any size does for building, but BatchNorm takes no single sample: the memory of a sample is measured afterwards
+    run = build(with_changes(config, {"data.batch_size": 2, "data.drop_last": True}))
+    with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
+        samples = run.data.train.samples
+        batch = run.data.example_batch(_MEASURED)
+        with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE), run.precision.autocast():
+            kept = bytes_for_backward(run.model, lambda: run.steps(batch.data))
+        kept += sum(tensor.nbytes for tensor in tensors_in(batch.data))
+        each = max(1, int(_FOR_BACKWARD * kept / _MEASURED))
+        # Workspaces and fragmentation grow with the model, so a part of the free memory is left alone
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in run.model.parameters())
+        room = int(_SHARE * free_memory(run.device)) - _BESIDE * weights
+        if room < each:
+            problem = f"a sample takes about {readable(each)}, and {readable(room)} are free for it on {run.device}"
+            raise UserError("data.batch_size", problem, _LESS_A_SAMPLE)
+        # A power of two, not above the training samples: more would have no effect
+        size = 1 << (min(samples, room // each).bit_length() - 1)
+        # The estimate is linear, and memory is not: on a GPU the size is tried, and halved until it fits
+        while run.device.type == "cuda" and size > 1 and not _fits(run, size):
+            size //= 2
+    limit = f"{samples:,} training samples" if 2 * size > samples else f"{readable(room)} free"
+    row = "batch", f"{size:,} samples", f"auto: about {readable(each)} a sample, {limit}"
+    return with_changes(config, {"data.batch_size": size}), [row]
+
+
+def _fits(run: Run, size: int) -> bool:
+    """Whether there is memory for a step with batches of `size` samples."""
+    try:
+        try_step(run, size)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        run.state.optimizer.zero_grad()
+    torch.cuda.empty_cache()
+    return True
+
+
+def try_step(run: Run, size: int) -> Peak:
+    """Make an optimizer step with batches of copies of the first training samples, and give the peak of its memory.
+
+    Everything is trained, which takes the most memory; the run is of no use afterwards.
+    """
+    reset_peak_memory(run.device)
+    last = run.plan.accumulate - 1
+    with run.state.freezing.as_at(None):
+        batch = run.data.example_batch(size)
+        for number in range(last + 1):
+            run.step(batch, 1 / (last + 1), size, update=number == last)
+    return peak_memory(run.device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes free on a device; on the CPU those of the machine, or of the control group that the process is in."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = int(psutil.virtual_memory().available)
+    for limit, used in _CGROUPS:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or no limit, which says `max`
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free
+
+
+@contextlib.contextmanager
+def explaining_memory(key: str, size: int, fix: str) -> Iterator[None]:
+    """Turn an out-of-memory error in batches of `size` samples, as set by `key`, into a `UserError` that says what helps."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(key, f"there is not enough memory for batches of {size}: {first_line(error)}", fix) from error
+
+
+def memory_for_training(config: Train) -> contextlib.AbstractContextManager[None]:
+    """See `explaining_memory`: for training, with smaller batches that give the same update."""
+    size = config.data.samples_a_batch
+    # Equal parts, so that an epoch has as many updates as before
+    parts = next((number for number in range(2, size + 1) if size % number == 0), 1)
+    smaller = f"data.batch_size={size // parts} accumulate={parts * config.accumulate}"
+    fix = f"{smaller}, which gives the same update except for BatchNorm; or " if parts > 1 else ""
+    return explaining_memory("data.batch_size", size, f"{fix}amp=true, activation_checkpointing=true")
