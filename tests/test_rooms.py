@@ -219,7 +219,7 @@ BUDGET = {
     "runtime": 1_354,
     "sweeps": 1_851,
     "tasks": 770,
-    "tracking": 1_923,
+    "tracking": 1_889,
     "verbs": 2_264,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""

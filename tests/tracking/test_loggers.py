@@ -9,7 +9,8 @@ import yaml
 from extras import needs
 
 from runner.base.errors import UserError
-from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard, Watched
+from runner.tracking import loggers
+from runner.tracking.loggers import Csv, JsonLines, Logger, MetricsBuffer, TensorBoard, Watched
 from runner.tracking.run_files import copy_until
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
@@ -227,3 +228,35 @@ def test_a_run_has_about_50_lines_of_training_and_one_at_the_end_of_each_epoch(t
     records = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert [record["global_step"] for record in records] == list(steps)
     assert result.out.count("train ") == len(steps)
+
+
+@pytest.mark.parametrize(
+    "calls",  # seconds since the one before, the split, and how many have been passed on then
+    [
+        [(0.0, "train", 1), (0.4, "train", 1), (0.6, "train", 3)],
+        [(1.0, "train", 1), (1.0, "train", 2), (1.0, "train", 3)],
+        [(0.0, "train", 1), (0.1, "train", 1), (0.0, "val", 3), (0.1, "train", 3)],
+    ],
+    ids=["quick steps wait for a second", "slow steps come one by one", "an evaluation takes along what waits"],
+)
+def test_metrics_are_passed_on_in_order_after_a_second(monkeypatch, calls):
+    now, first, second = [100.0], [], []
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
+    buffer = MetricsBuffer([lambda *metrics: first.append(metrics), lambda *metrics: second.append(metrics)])
+    for step, (later, split, passed) in enumerate(calls):
+        now[0] += later
+        buffer(split, {"loss": 1.0 / (step + 1)}, step, 1)
+        assert len(first) == passed
+    buffer.empty()
+    buffer.empty()
+    assert first == second == [(split, {"loss": 1 / (step + 1)}, step, 1) for step, (_, split, _) in enumerate(calls)]
+
+
+def test_what_could_not_be_passed_on_is_not_tried_again():
+    def full(*metrics):
+        raise OSError("no space")
+
+    buffer = MetricsBuffer([full])
+    with pytest.raises(OSError, match="no space"):
+        buffer("train", {}, 1, 1)
+    buffer.empty()

@@ -20,8 +20,8 @@ from forked import ForkedProgram
 from running_sweeps import until
 
 from runner.base.errors import Problem, UserError
-from runner.tracking import background
-from runner.tracking.background import Background, Row, sentence_of
+from runner.tracking import loggers
+from runner.tracking.loggers import Background, Row, sentence_of
 from runner.tracking.run_files import read_records
 from runner.tracking.trackers.loggers import MLflow, WandB
 
@@ -110,7 +110,7 @@ def test_a_receiver_that_fails_costs_a_warning_and_the_number_of_lost_rows_at_th
 
 
 def test_a_full_queue_and_a_receiver_that_hangs_block_neither_logging_nor_the_end(monkeypatch):
-    monkeypatch.setattr(background, "_MOST_WAITING", 10)
+    monkeypatch.setattr(loggers, "_MOST_WAITING", 10)
     free, began = threading.Event(), time.monotonic()
     receiver = _run(Receiver(wait_s=0.1, connect=free.wait), 1000)
     assert time.monotonic() - began < 5

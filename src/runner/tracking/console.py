@@ -6,10 +6,8 @@ import contextlib
 import os
 import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
@@ -53,7 +51,6 @@ class Console:
     def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._log_file = log_file
-        self._log: FileIO | None = None
         self._terminal: Terminal | None = None
         self._wants_bar = progress is not False
         self._silent = self._running = False
@@ -205,10 +202,8 @@ class Console:
         self._display(lambda terminal: terminal.stop())
 
     def close(self) -> None:
-        """Close the log file, which gets no further line."""
+        """The log file gets no further line."""
         self._log_file = None
-        if self._log is not None:
-            self._log.close()
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
@@ -344,11 +339,8 @@ class Console:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         text = "".join(f"{now}  {line}".rstrip() + "\n" for line in lines)
         try:
-            if self._log is None:
-                with writing(self._log_file):
-                    self._log = self._log_file.open("ab", buffering=0)
-                weakref.finalize(self, self._log.close)
-            append(self._log, text.encode("utf-8", "backslashreplace"))
+            with writing(self._log_file), self._log_file.open("ab", buffering=0) as file:
+                append(file, text.encode("utf-8", "backslashreplace"))
         except UserError:
             unwritable, self._log_file = self._log_file, None
             self.warn(f"{unwritable} cannot be written; the run continues without it")
