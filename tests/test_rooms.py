@@ -217,7 +217,7 @@ BUDGET = {
     "optim": 1_297,  # with the update of matrices of one shape together, and its compilation
     "run": 3_809,
     "runtime": 1_354,
-    "sweeps": 1_851,
+    "sweeps": 1_841,
     "tasks": 770,
     "tracking": 1_889,
     "verbs": 2_264,
