@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from extended import some
 from forked import ForkedProgram
-from running_sweeps import digests, events, kill_and_repeat, started, until
+from running_sweeps import contents, digests, events, kill_and_repeat, started, until
 from stored_sweeps import make_ledger
 
 from runner.base.errors import DiskFull, UserError
@@ -81,23 +82,43 @@ def test_another_sweep_gets_a_folder_of_its_own(sweep, two_jobs, words):
     assert (started(folder), started(two_jobs)) == (["0"], ["0", "1"])
 
 
+def _without(make: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Something else in the place of the ledger."""
+    return lambda ledger: (ledger.unlink(), make(ledger))
+
+
+NO_LEDGER = "sweep.dir: cannot be FOLDER: it holds runs, and no sweep.jsonl of this sweep"
+
+
 @pytest.mark.parametrize(
-    ("words", "key", "reason"),
+    ("words", "damage", "reason"),
     [
-        ((*TWO, "sweep.dir=FOLDER", "optimizer.lr=0.02"), "sweep.dir", "optimizer.lr was "),
-        ((*TWO, "sweep.dir=FOLDER", "sweep.new=true"), "sweep.dir", "sweep.new is given too"),
-        ((*TWO, "sweep.dir=FOLDER/0"), "sweep.dir", "it holds a run"),
-        ((*TWO, "sweep.retry=some"), "retry", "cannot be"),
-        (("sweep.dir=FOLDER",), "sweep.dir", "applies to a sweep, and this is a single run"),
+        ((*TWO, "optimizer.lr=0.02"), None, "sweep.dir: is a sweep with another base config: optimizer.lr was "),
+        ((*TWO, "sweep.new=true"), None, "sweep.dir: is FOLDER, and sweep.new is given too"),
+        ((*TWO, "sweep.dir=FOLDER/0"), None, "sweep.dir: cannot be FOLDER/0: it holds a run"),
+        ((*TWO, "sweep.retry=some"), None, "retry: cannot be"),
+        ((), None, "sweep.dir: applies to a sweep, and this is a single run"),
+        (TWO, Path.unlink, NO_LEDGER),
+        (
+            (*TWO, "optimizer.lr=0.7"),
+            lambda ledger: ledger.write_text(ledger.read_text()[40:]),  # without a launch
+            NO_LEDGER,
+        ),
+        *(
+            (TWO, _without(make), "sweep.jsonl is not a regular file\n    allowed: another folder")
+            for make in (Path.mkdir, os.mkfifo, lambda ledger: ledger.symlink_to("elsewhere"))
+        ),
     ],
 )
-def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_jobs, words, key, reason):
-    before = (two_jobs / "sweep.jsonl").read_bytes()
-    result, _ = sweep(*(word.replace("FOLDER", str(two_jobs)) for word in words))
+def test_what_cannot_continue_is_refused_and_leaves_the_sweep_alone(sweep, two_jobs, words, damage, reason):
+    if damage is not None:
+        damage(two_jobs / "sweep.jsonl")
+    before = contents(two_jobs)
+    result, _ = sweep(f"sweep.dir={two_jobs}", *(word.replace("FOLDER", str(two_jobs)) for word in words))
     assert result.status == 2
-    assert f"{key}: " in result.err
-    assert reason in result.err
-    assert (two_jobs / "sweep.jsonl").read_bytes() == before
+    assert reason.replace("FOLDER", str(two_jobs)) in result.err
+    assert contents(two_jobs) == before
+    assert not Path("elsewhere").exists()
 
 
 def test_failed_jobs_are_repeated_or_not_as_retry_says(sweep):
@@ -182,30 +203,6 @@ def test_a_damaged_ledger_loses_nothing(sweep, two_jobs, damaged):
     assert "2 of 2 jobs finished" in result.out
     assert {path: path.read_bytes() for path in before} == before
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "logs"]
-
-
-@pytest.mark.parametrize("make", some([Path.mkdir, os.mkfifo, lambda path: path.symlink_to("elsewhere")], 1, 2))
-def test_a_ledger_that_is_no_file_ends_in_a_sentence_with_a_way_out(sweep, two_jobs, make):
-    (two_jobs / "sweep.jsonl").unlink()
-    make(two_jobs / "sweep.jsonl")
-    result, _ = sweep(*TWO, f"sweep.dir={two_jobs}")
-    assert result.status == 2
-    assert "sweep.jsonl is not a regular file" in result.err
-    assert "another folder" in result.err
-    assert not Path("elsewhere").exists()
-
-
-@pytest.mark.parametrize(("cut", "words"), [(None, ()), (40, ("optimizer.lr=0.7",))], ids=["gone", "without a launch"])
-def test_runs_without_a_ledger_are_not_taken_for_jobs(sweep, two_jobs, cut, words):
-    ledger = two_jobs / "sweep.jsonl"
-    ledger.write_text(ledger.read_text()[cut:]) if cut else ledger.unlink()
-    before = sorted(two_jobs.rglob("*"))
-    result, _ = sweep(*TWO, *words, f"sweep.dir={two_jobs}")
-    assert result.status == 2
-    assert f"sweep.dir: cannot be {two_jobs}: it holds runs, and no sweep.jsonl of this sweep" in result.err
-    assert [path for path in sorted(two_jobs.rglob("*")) if path.name != ".lock"] == [
-        path for path in before if path.name != ".lock"
-    ]
 
 
 @pytest.mark.parametrize("place", some(["/FOLDER/elsewhere", "../../elsewhere", "..", "", "a link"], 1, 3, 4))

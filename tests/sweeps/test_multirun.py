@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from running_sweeps import digests, started, summaries
+from running_sweeps import contents, digests, started, summaries
 
 from runner.config import keys
 from runner.config.schema import Train
@@ -164,11 +164,6 @@ def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
     result = run("train", *tiny, "--config-dir", "mine", "debug=smoke")
     assert result.status == 0
     assert f"{hidden} is not read" in result.err
-
-
-def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import re
 import resource
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from runner.base.errors import UserError
 from runner.tracking import loggers
 from runner.tracking.loggers import Csv, JsonLines, Logger, MetricsBuffer, TensorBoard, Watched
 from runner.tracking.run_files import copy_until
+from runner.tracking.trackers.loggers import MLflow, WandB
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
 
@@ -132,14 +134,32 @@ def test_a_metrics_file_that_somebody_else_wrote_does_not_break_a_resumed_run(tm
     assert _scalars(tmp_path, "loss/train") == [(30, 1.0)]
 
 
-def test_a_tensorboard_that_is_not_installed_is_a_sentence(monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "package"), [(TensorBoard, "tensorboard"), (MLflow, "runner[mlflow]"), (WandB, "runner[wandb]")]
+)
+def test_a_client_that_is_not_installed_is_a_sentence_with_the_command(monkeypatch, make, package):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(UserError, match=r"logger\.tensorboard: needs .*\n.*pip install 'tensorboard', or logger=none"):
-        TensorBoard()
+    told = rf"logger\.{make.name.lower()}: needs .*\n.*pip install '{re.escape(package)}', or logger=none"
+    with pytest.raises(UserError, match=told):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (TensorBoard, {"flush_s": 0}),
+        (MLflow, {"wait_s": -1}),
+        (MLflow, {"tracking_uri": "localhost:50"}),
+        (MLflow, {"tracking_uri": "sqlit:///x.db"}),
+    ],
+)
+def test_values_without_a_meaning_are_refused(make, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        make(**settings)
 
 
 def test_a_full_disk_costs_rows_of_tensorboard_and_not_the_run(tmp_path):
-    said: list[str] = []
+    said = list[str]()
     logger = TensorBoard(warn=said.append)
     logger.open(tmp_path, None)
     logger.log("train", {"loss": 1.0}, 0, 1)
@@ -159,11 +179,6 @@ def test_a_full_disk_costs_rows_of_tensorboard_and_not_the_run(tmp_path):
     assert said[1:] == [
         "TensorBoard: 40 of 41 rows did not arrive (tensorboard/: file too large); metrics.jsonl has every row"
     ]
-
-
-def test_a_flush_interval_below_a_second_is_refused():
-    with pytest.raises(ValueError, match="flush_s must be at least 1, got 0"):
-        TensorBoard(flush_s=0)
 
 
 @pytest.mark.parametrize("make", [JsonLines, Csv])
@@ -199,14 +214,9 @@ def test_tensorboard_gets_the_first_sample_of_each_split_and_the_weights_keep_th
     assert found == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
 
 
-def _divides_by_zero() -> list[object]:
-    return [1 / 0]
-
-
 def test_predictions_that_cannot_be_drawn_cost_one_warning(tmp_path):
-    said: list[str] = []
-    lines = [("val", {"loss": 1.0}, 1), ("val", {"loss": 2.0}, 2)]
-    _log([TensorBoard(images=True, watched=Watched({}, _divides_by_zero), warn=said.append)], tmp_path, None, lines)
+    said, lines = list[str](), [("val", {"loss": 1.0}, 1), ("val", {"loss": 2.0}, 2)]
+    _log([TensorBoard(images=True, watched=Watched({}, lambda: [1 / 0]), warn=said.append)], tmp_path, None, lines)
     assert said == ["TensorBoard gets no pictures of predictions: division by zero"]
     assert _scalars(tmp_path, "loss/val") == [(1, 1.0), (2, 2.0)]
 
