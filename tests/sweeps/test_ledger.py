@@ -47,18 +47,28 @@ def test_a_finished_sweep_is_not_repeated_and_its_table_is_shown(sweep, two_jobs
     assert started(folder) == ["0", "1"]
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("words", "new"), [(["seed=2,0,1"], ["2"]), (["seed=0", "optimizer.lr=0.02,0.03", "sweep.dir=FOLDER"], ["2", "3"])]
+    ("words", "new"),
+    [(["seed=2,0,1"], ["1", "2"]), (["seed=0", "optimizer.lr=0.02,0.03", "hydra.sweep.dir=FOLDER"], ["2", "3"])],
 )
-def test_a_larger_grid_and_other_keys_of_a_named_sweep_run_new_jobs_in_folders_of_their_own(
-    sweep, two_jobs, words, new
-):
+def test_a_larger_grid_and_other_keys_of_a_named_sweep_run_what_is_left_and_new_jobs(sweep, two_jobs, words, new):
+    if "1" in new:
+        (two_jobs / "1" / "summary.json").unlink()
+    before = contents(two_jobs / "0")
     result, folder = sweep("--multirun", *(word.replace("FOLDER", str(two_jobs)) for word in words))
     assert (result.status, folder.resolve()) == (0, two_jobs), result.err
-    assert started(folder) == ["0", "1", *new]
-    assert ("seed=2" in (two_jobs / "2" / "overrides.yaml").read_text()) == (new == ["2"])
-    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", *new, "logs"]
+    assert started(folder)[:2] == ["0", "1"]
+    assert sorted(started(folder)[2:]) == new
+    assert contents(two_jobs / "0") == before
+    assert ("seed=2" in (two_jobs / "2" / "overrides.yaml").read_text()) == ("1" in new)
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"0", "1", *new, "logs"}
+
+
+def test_a_run_does_not_write_into_a_sweep(run, tiny, two_jobs):
+    before = contents(two_jobs)
+    result = run("train", *tiny, f"hydra.run.dir={two_jobs}")
+    assert (result.status, f"hydra.run.dir: {two_jobs} holds a sweep" in result.err) == (2, True)
+    assert contents(two_jobs) == before
 
 
 @pytest.mark.parametrize(
@@ -291,18 +301,19 @@ def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, loc
     assert again.out.count(": skipped, ") == done
 
 
-def test_a_disk_that_is_full_leaves_no_part_of_a_line(tmp_path):
+def test_a_line_that_a_full_disk_cut_does_not_count_and_the_next_one_is_whole(tmp_path):
     make_ledger(tmp_path, None, [])
     ledger = Ledger.read(tmp_path)
-    before, limits = (tmp_path / NAME).read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits, size = resource.getrlimit(resource.RLIMIT_FSIZE), (tmp_path / NAME).stat().st_size + 20
     entry = Entry("started", folder=tmp_path / "0", overrides=["seed=0"])
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 20, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         with pytest.raises(UserError, match=r"cannot write .*sweep\.jsonl: it would exceed the largest file size"):
             ledger.append_job("a", entry)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert (tmp_path / NAME).read_bytes() == before
+    assert (tmp_path / NAME).stat().st_size == size
+    assert Ledger.read(tmp_path).jobs == ledger.jobs == {}
     ledger.append_job("a", entry)
     assert Ledger.read(tmp_path).jobs["a"].status == "started"
 

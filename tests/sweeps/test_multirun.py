@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from running_sweeps import contents, digests, started, summaries
+from running_sweeps import digests, summaries
 
 from runner.config import keys
 from runner.config.schema import Train
@@ -166,43 +166,12 @@ def test_an_option_hidden_by_a_shipped_one_is_a_warning(workdir, run, tiny):
     assert f"{hidden} is not read" in result.err
 
 
-@pytest.fixture
-def first_sweep(made_once, workdir) -> Path:
-    """The folder of a finished sweep, with the name `mine` in the working folder."""
-    _, folder = made_once("--multirun", "hydra.sweep.dir=mine", "seed=0,1")
-    return shutil.copytree(folder, workdir / "mine")
-
-
-def test_a_sweep_and_a_run_do_not_share_a_folder(run, tiny, first_sweep):
-    before = contents(first_sweep)
-    result = run("train", *tiny, "hydra.run.dir=mine")
-    assert (result.status, "hydra.run.dir: mine holds a sweep" in result.err) == (2, True)
-    assert contents(first_sweep) == before
-    before = contents(first_sweep / "0")
-    result = run("train", *tiny, "--multirun", "seed=0,1", "hydra.sweep.dir=mine/0")
-    assert (result.status, "sweep.dir: cannot be mine/0: it holds a run" in result.err) == (2, True)
-    assert contents(first_sweep / "0") == before
-
-
 @pytest.mark.extended
 def test_a_pattern_of_options_makes_a_job_of_each(sweep):
     result, folder = sweep("--multirun", "model=glob([m*,small*])", "~model.width")
     assert result.status == 0, result.err
     words = [yaml.safe_load((folder / job / "overrides.yaml").read_text()) for job in "01"]
     assert ["model=mlp" in words[0], "model=small_cnn" in words[1]] == [True, True]
-
-
-def test_the_same_command_continues_the_folder_that_it_names(sweep, first_sweep):
-    (first_sweep / "1" / "summary.json").unlink()
-    before = contents(first_sweep / "0")
-    result, folder = sweep("--multirun", "seed=0,1,2", "hydra.sweep.dir=mine")
-    assert result.status == 0, result.err
-    assert folder == first_sweep
-    assert "3 of 3 jobs finished" in result.out
-    assert contents(first_sweep / "0") == before
-    assert started(folder) == ["0", "1", "1", "2"]
-    other = sweep("--multirun", "seed=0,1", "hydra.sweep.dir=mine", "optimizer.lr=0.3")[0]
-    assert (other.status, "sweep.dir: is a sweep with another base config: optimizer.lr was" in other.err) == (2, True)
 
 
 @pytest.mark.parametrize("swept", [("sweep=folds",), ("--multirun", "data.split.folds=5", "seed=0,1")])
