@@ -124,34 +124,19 @@ class Console:
 
     def start(
         self,
-        total_steps: int,
-        total_epochs: int,
-        first_step: int,
-        *,
-        monitor: str = "",
+        progress: Progress,
         best: Callable[[], tuple[float, int] | None] = lambda: None,
-        device: str = "",
         file: Path | None = None,
     ) -> None:
-        """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already.
+        """Start to show progress, from what is known of it before the first step.
 
         Args:
-            monitor: the metric that decides which evaluation is best, such as `val/accuracy`.
-            best: gives its value in the best evaluation so far and the step of that, by the rule of the run.
+            best: gives the value of its metric in the best evaluation so far and the step of that, by the rule of the run.
             file: gets the progress for other processes, at most every 2 s.
         """
+        self._progress, self._best = progress, best
         # Names and numbers of the best evaluation continue after a resume
-        value, step = best() or (None, None)
-        self._progress = Progress(
-            global_step=first_step,
-            total_steps=total_steps,
-            total_epochs=total_epochs,
-            device=device,
-            metric=monitor,
-            best=value,
-            best_step=step,
-        )
-        self._best = best
+        progress.best, progress.best_step = best() or (None, None)
         self._progress_file, self._file_due = file, 0.0
         # The speed before a pause or a resume says nothing about that of now
         self._marks.clear()
