@@ -6,8 +6,10 @@ import contextlib
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TextIO
@@ -51,6 +53,7 @@ class Console:
     def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._log_file = log_file
+        self._log: FileIO | None = None  # open, as opening it for each line would take longer than writing
         self._terminal: Terminal | None = None
         self._wants_bar = progress is not False
         self._silent = self._running = False
@@ -187,8 +190,10 @@ class Console:
         self._display(lambda terminal: terminal.stop())
 
     def close(self) -> None:
-        """The log file gets no further line."""
+        """Close the log file, which gets no further line."""
         self._log_file = None
+        if self._log is not None:
+            self._log.close()
 
     @contextlib.contextmanager
     def counting(self, what: str, total: int, costs: Sequence[float] = ()) -> Iterator[Callable[..., None]]:
@@ -324,8 +329,11 @@ class Console:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
         text = "".join(f"{now}  {line}".rstrip() + "\n" for line in lines)
         try:
-            with writing(self._log_file), self._log_file.open("ab", buffering=0) as file:
-                append(file, text.encode("utf-8", "backslashreplace"))
+            if self._log is None:
+                with writing(self._log_file):
+                    self._log = self._log_file.open("ab", buffering=0)
+                weakref.finalize(self, self._log.close)
+            append(self._log, text.encode("utf-8", "backslashreplace"))
         except UserError:
             unwritable, self._log_file = self._log_file, None
             self.warn(f"{unwritable} cannot be written; the run continues without it")
