@@ -272,28 +272,16 @@ def test_the_same_command_twice_at_once_is_one_sweep(tiny, workdir):
     assert len(list(workdir.glob("outputs/*/sweeps/*"))) == 1
 
 
-@pytest.mark.parametrize(
-    ("lock", "words", "reason", "done"),
-    some(
-        [
-            (".lock", (), "cannot write FOLDER/.lock", 2),
-            ("1/.lock", (), "cannot write FOLDER/1/.lock", 1),
-            ("1/.lock", ("hydra/launcher=pool",), "cannot write FOLDER/1/.lock", 1),
-        ],
-        *(0, 1),
-        several=True,
-    ),
-    ids=["sweep", "job", "job in a pool"],
-)
-def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, lock, words, reason, done):
+@pytest.mark.parametrize(("lock", "done"), [(".lock", 2), ("1/.lock", 1)], ids=["sweep", "job"])
+def test_a_folder_that_cannot_be_written_ends_in_a_sentence(sweep, two_jobs, lock, done):
     if lock != ".lock":
         (two_jobs / "1" / "summary.json").unlink()
     (two_jobs / lock).unlink(missing_ok=True)
     (two_jobs / lock).mkdir()  # a read-only file system is not an obstacle to root, who may run the tests
-    result, _ = sweep(*TWO, *words)
+    result, _ = sweep(*TWO)
     assert result.status in (1, 2)
-    said, here = (result.out + result.err).replace(f"{Path.cwd().resolve()}/", ""), Path.cwd().resolve()
-    assert reason.replace("FOLDER", str(two_jobs.relative_to(here))) in said
+    here = f"{Path.cwd().resolve()}/"
+    assert f"cannot write {two_jobs / lock}".replace(here, "") in (result.out + result.err).replace(here, "")
     assert "is being run by" not in result.err
     (two_jobs / lock).rmdir()
     again, _ = sweep(*TWO)

@@ -155,14 +155,6 @@ def owner(sweep) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.fixture
-def watch(sweep, owner) -> ForkedProgram:
-    """A program that follows the sweep, and has printed its first line."""
-    program = ForkedProgram(["watch", str(sweep)])
-    until(lambda: program.out().startswith("job 2 running: optimizer.lr=0.3\n"), program)
-    return program
-
-
 def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     screen, slave = os.openpty()
@@ -184,7 +176,9 @@ def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, mo
     assert b"error: job 2 died: it is still marked as running: it was killed" in below
 
 
-def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(watch, owner):
+def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
+    watch = ForkedProgram(["watch", str(sweep)])
+    until(lambda: watch.out().startswith("job 2 running: optimizer.lr=0.3\n"), watch)
     watch.send_signal(signal.SIGINT)
     out, _ = watch.communicate(60)
     assert watch.returncode == 0
