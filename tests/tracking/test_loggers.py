@@ -169,7 +169,7 @@ def test_a_full_disk_costs_rows_of_tensorboard_and_not_the_run(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limits[1]))
     try:
         for step in range(1, 40):
-            logger.log("train", {"loss": 1.0}, step, 1)
+            logger.log("val", {"loss": 1.0}, step, 1)
         logger.flush()
         logger.log("train", {"loss": 1.0}, 40, 1)
         logger.close()

@@ -314,9 +314,9 @@ class TensorBoard(Background):
         require("logger.tensorboard", "tensorboard", "tensorboard", otherwise=", or logger=none")
         super().__init__(warn=warn)
         self.address, self.modules, self._flush_s = "tensorboard/", ["torch.utils.tensorboard"], flush_s
-        shown = watched if images and watched is not None else Watched({})
-        self._samples: Mapping[str, Any] = shown.samples
-        self._pictures: Callable[[], list[Any]] | None = shown.pictures
+        shown = watched if images else None
+        self._samples = {} if shown is None else shown.samples
+        self._pictures = None if shown is None else shown.pictures
 
     def open(self, directory: Path, resume_step: int | None) -> None:
         """See `Logger.open`."""
