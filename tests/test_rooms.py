@@ -211,7 +211,7 @@ BUDGET = {
     "distributed": 654,
     "engine": 3_022,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_019,
+    "lab": 6_011,
     "launch": 967,
     "models": 1_302,
     "optim": 1_297,  # with the update of matrices of one shape together, and its compilation
