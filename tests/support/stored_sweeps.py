@@ -46,10 +46,10 @@ class FakeTerminal(io.StringIO):
         return True
 
 
-def table_text(rows: list[JobRow], planned: int = 0) -> str:
+def table_text(rows: list[JobRow]) -> str:
     """What a pipe gets at the end of a sweep."""
     stream = io.StringIO()
-    assert print_table(rows, Console(None, stream=stream), planned) == any(row.failed for row in rows)
+    assert print_table(rows, Console(None, stream=stream)) == any(row.failed for row in rows)
     return stream.getvalue()
 
 
