@@ -93,7 +93,7 @@ def test_another_sweep_gets_a_folder_of_its_own(sweep, two_jobs, words):
 
 
 def _without(make: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Something else in the place of the ledger."""
+    """Replace the ledger by what `make` makes."""
     return lambda ledger: (ledger.unlink(), make(ledger))
 
 
