@@ -38,9 +38,9 @@ from runner.run.step import build_step, slow_guard
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import Compilation, forget_compiled, toggle
-from runner.tracking.background import MetricsBuffer
 from runner.tracking.console import SkippedSteps
 from runner.tracking.formats import WEIGHTS_STEP, aligned
+from runner.tracking.loggers import MetricsBuffer
 
 
 def build_run(

@@ -124,3 +124,9 @@ def summaries(folder: Path) -> dict[str, dict[str, Any]]:
 def digests(folder: Path) -> dict[str, str]:
     """SHA-256 of the weights that the jobs of a sweep ended with, by their folders."""
     return {name: found["weights_sha256"] for name, found in summaries(folder).items() if "weights_sha256" in found}
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int] | None]:
+    """What is below a folder but locks: of each file its content, and when it was written."""
+    paths = (path for path in folder.rglob("*") if path.name != ".lock")
+    return {str(path): (path.read_bytes(), path.stat().st_mtime_ns) if path.is_file() else None for path in paths}

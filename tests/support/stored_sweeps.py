@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
+from rich.console import Console as RichConsole
 
 from runner.sweeps.ledger import Ledger
-from runner.sweeps.table import live_table, look
+from runner.sweeps.rows import JobRow
+from runner.sweeps.table import live_table, look, print_table
+from runner.tracking.console import Console
 
 LAUNCH: dict[str, Any] = {"swept": ["seed"], "base": {}, "flags": [], "retry": "failed"}
 
@@ -44,8 +46,15 @@ class FakeTerminal(io.StringIO):
         return True
 
 
+def table_text(rows: list[JobRow]) -> str:
+    """What a pipe gets at the end of a sweep."""
+    stream = io.StringIO()
+    assert print_table(rows, Console(None, stream=stream)) == any(row.failed for row in rows)
+    return stream.getvalue()
+
+
 def live_text(folder: Path, columns: int, rows: int = 26) -> list[str]:
     """The lines of the live table of a folder on a terminal of that size."""
     stream = io.StringIO()
-    Console(file=stream, width=columns).print(live_table(look(folder), columns, rows))
+    RichConsole(file=stream, width=columns).print(live_table(look(folder), columns, rows))
     return [line.rstrip() for line in stream.getvalue().splitlines()]

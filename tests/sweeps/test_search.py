@@ -356,15 +356,12 @@ def _pages(file: Path) -> None:
             (lambda file: file.with_name(f"{JOURNAL}.lock").touch(), ""),  # as a kill leaves it
             (lambda file: os.truncate(file, file.stat().st_size - 20), ""),
             (lambda file: file.write_bytes(b'{"mine": 1}\n' + file.read_bytes()), "a line is not Optuna's"),
-            (lambda file: file.write_bytes(b'{"mine": 1}\n' * 200_000 + file.read_bytes()), "a line is not Optuna's"),
-            (lambda file: file.write_bytes(os.urandom(5000)), "a line is not Optuna's"),
-            (lambda file: file.rename(file.with_name("away")) and file.mkdir(), "it is not a regular file"),
             (_fifo, "it is not a regular file"),
         ],
         3,
         several=True,
     ),
-    ids=["deleted", "lock", "cut", "a line", "200000 lines", "bytes", "folder", "fifo"],
+    ids=["deleted", "lock", "cut", "a line", "fifo"],
 )
 def test_a_damaged_journal_is_moved_aside_and_finished_jobs_keep_their_results(
     search, workdir, made_once, damage, said
@@ -384,6 +381,8 @@ def test_a_damaged_journal_is_moved_aside_and_finished_jobs_keep_their_results(
     ("storage", "damage", "reason"),
     [
         ("mine.jsonl", lambda file: file.write_text("mine\n\n"), "a line is not Optuna's"),
+        ("mine.jsonl", lambda file: file.write_text('{"mine": 1}\n' * 200_000), "a line is not Optuna's"),
+        ("mine.jsonl", lambda file: file.write_bytes(os.urandom(5000)), "a line is not Optuna's"),
         ("mine.jsonl", Path.mkdir, "it is not a regular file"),
         ("mine.jsonl", _fifo, "it is not a regular file"),
         ("sqlite:///mine.db", _pages, ".* malformed"),

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import stored_sweeps
 from extended import some
-from stored_sweeps import live_text, make_job
+from stored_sweeps import live_text, make_job, table_text
 
 from runner.sweeps.rows import Scan
-from runner.sweeps.table import changes, look, print_table, progress_line, summarise
+from runner.sweeps.table import changes, look, progress_line, summarise
 from runner.tracking.console import Console
 
 LAUNCH = stored_sweeps.LAUNCH | {"event": "launch", "time": 1.0, "jobs": {"a": ["seed=0"], "b": ["seed=1"]}}
@@ -122,13 +122,12 @@ def test_a_launch_with_other_types_is_no_launch(tmp_path: Path, key: str, value:
 @pytest.mark.parametrize("jobs", [LAUNCH["jobs"], None], ids=["planned", "searched"])
 def test_an_entry_with_other_types_breaks_no_table(tmp_path: Path, jobs: Any, more: dict[str, Any]) -> None:
     sweep = make_sweep(tmp_path / "sweep", LAUNCH | {"jobs": jobs}, ENTRY | more)
-    stream = io.StringIO()
-    print_table(summarise(sweep), Console(None, stream=stream))
-    assert " of " in stream.getvalue().partition("\n")[0]
+    counts, jobs, _ = table_text(summarise(sweep)).partition(" jobs")
+    assert " of " in counts
+    assert jobs
     assert json.loads((sweep / "sweep.json").read_text())["jobs"]
-    view = look(sweep)
-    assert live_text(sweep, 80)[0].startswith(stream.getvalue().partition(" jobs")[0])
-    assert progress_line(view).startswith(stream.getvalue().partition(" jobs")[0])
+    assert live_text(sweep, 80)[0].startswith(counts)
+    assert progress_line(look(sweep)).startswith(counts)
 
 
 BIDIRECTIONAL = "".join(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
@@ -141,11 +140,8 @@ def test_no_bidirectional_character_reaches_terminal_markdown_or_csv(tmp_path: P
     make_job(sweep / "0", words, best=best)
     make_job(sweep / f"1{BIDIRECTIONAL}", ["notes=c"], status="failed", error=f"it {BIDIRECTIONAL}broke")
     (sweep / "2").mkdir()
-    rows, stream = summarise(sweep), io.StringIO()
-    print_table(rows, Console(None, stream=stream))
-    view = look(sweep)
-    live = "\n".join(live_text(sweep, 300))
-    stream.write(live + "\n")
+    view, stream = look(sweep), io.StringIO(table_text(summarise(sweep)) + "\n".join(live_text(sweep, 300)) + "\n")
+    stream.seek(0, io.SEEK_END)
     for line in [progress_line(view), *changes(look(sweep / "2"), view)]:
         Console(None, stream=stream).line(line)
     texts = [stream.getvalue(), *((sweep / name).read_text() for name in ("sweep.csv", "sweep.md"))]

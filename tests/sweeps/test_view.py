@@ -155,23 +155,6 @@ def owner(sweep) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.fixture
-def watch(sweep, owner) -> ForkedProgram:
-    """A program that follows the sweep, and has printed its first line."""
-    program = ForkedProgram(["watch", str(sweep)])
-    until(lambda: program.out().startswith("job 2 running: optimizer.lr=0.3\n"), program)
-    return program
-
-
-def test_a_job_whose_process_is_killed_has_died_and_the_watch_ends(watch, owner):
-    owner.kill()
-    owner.wait()
-    out, _ = watch.communicate(60)
-    assert watch.returncode == 0
-    assert "job 2 died: optimizer.lr=0.3: it is still marked as running: it was killed; log: " in out
-    assert re.search("^ *2 +optimizer.lr=0.3 +died ", out, re.MULTILINE)
-
-
 def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     screen, slave = os.openpty()
@@ -188,12 +171,14 @@ def test_on_a_terminal_the_live_table_gives_way_to_the_last_one(sweep, owner, mo
         while part := os.read(screen, 4096):
             text += part
     os.close(screen)
-    assert process.wait(60) == 0
+    assert process.wait(60) == 0, "it ends with what it follows"
     below = text.partition(b"1 of 4 jobs finished, 1 failed")[2]
     assert b"error: job 2 died: it is still marked as running: it was killed" in below
 
 
-def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(watch, owner):
+def test_an_interrupted_watch_shows_the_table_and_leaves_the_runs_alone(sweep, owner):
+    watch = ForkedProgram(["watch", str(sweep)])
+    until(lambda: watch.out().startswith("job 2 running: optimizer.lr=0.3\n"), watch)
     watch.send_signal(signal.SIGINT)
     out, _ = watch.communicate(60)
     assert watch.returncode == 0

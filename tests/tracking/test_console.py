@@ -14,6 +14,7 @@ from stored_sweeps import FakeTerminal
 from runner.tracking import console as console_module
 from runner.tracking.console import Console
 from runner.tracking.formats import clean
+from runner.tracking.run_files import Progress
 
 ESCAPE = "\x1b"
 
@@ -31,7 +32,7 @@ def _everything(console):
     console.warn("compile=true has no effect")
     console.error("it broke\nbadly")
     console.table("jobs", ["job", "value"], [["0", "0.5"], ["1", "0.25"]])
-    console.start(100, 2, 0)
+    console.start(Progress(0, 100, total_epochs=2))
     for step in range(1, 101):
         console.advance(step, 1)
         if step % 50 == 0:
@@ -90,7 +91,7 @@ def test_a_terminal_gets_colours_and_permanent_evaluation_lines_and_without_prog
 def test_the_bar_has_room_for_waiting_that_costs_and_lines_have_all_gauges(tmp_path, wait, shown):
     stream = FakeTerminal()
     console = Console(tmp_path / "run.log", stream=stream)
-    console.start(100, 2, 0)
+    console.start(Progress(0, 100, total_epochs=2))
     console.advance(1, 1)
     console.metrics("train", {"loss": 0.4, "data_wait": wait, "peak_memory_mib": 700.0, "mfu": 0.31}, 1, 1)
     console._draw("epoch 1")
@@ -109,7 +110,7 @@ def test_below_the_bar_are_the_epoch_the_metric_with_its_best_step_memory_and_th
     console = Console(None, stream=stream)
     console.warn("the first")
     console.warn("the second")
-    console.start(100, 5, 0, monitor="val/accuracy", best=lambda: (0.75, 20))
+    console.start(Progress(0, 100, total_epochs=5, metric="val/accuracy"), best=lambda: (0.75, 20))
     console.metrics("train", {"loss": 0.4, "peak_memory_mib": 700.0}, 30, 2)
     console.metrics("val", {"accuracy": 0.5}, 30, 2)
     console.stop()
@@ -121,7 +122,7 @@ def test_below_the_bar_are_the_epoch_the_metric_with_its_best_step_memory_and_th
     assert warnings == "  2 warnings: the second"
     monkeypatch.setenv("LINES", "9")
     console = Console(None, stream=stream)
-    console.start(100, 5, 0)
+    console.start(Progress(0, 100, total_epochs=5))
     assert "this epoch" not in stream.getvalue().rpartition("starting")[2]
     console.stop()
 
@@ -129,7 +130,7 @@ def test_below_the_bar_are_the_epoch_the_metric_with_its_best_step_memory_and_th
 def test_the_bar_is_not_behind_an_evaluation():
     stream = FakeTerminal()
     console = Console(None, stream=stream)
-    console.start(40, 2, 0)
+    console.start(Progress(0, 40, total_epochs=2))
     console.advance(1, 1)
     console.advance(20, 1)  # too soon to be drawn
     assert "20/40" not in stream.getvalue()
@@ -148,7 +149,7 @@ def clock(monkeypatch):
 def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(clock):
     stream, threads, drawn = FakeTerminal(), set(threading.enumerate()), 0
     console = Console(None, stream=stream)
-    console.start(1000, 1, 0)
+    console.start(Progress(0, 1000, total_epochs=1))
     for step in range(1, 1001):
         clock[0] += 0.002
         before = len(stream.getvalue())
@@ -162,7 +163,7 @@ def test_the_bar_moves_at_most_five_times_a_second_and_without_a_thread(clock):
 def test_the_time_left_follows_the_rate_and_leaves_out_a_slow_first_step(clock):
     stream = io.StringIO()
     console = Console(None, stream=stream)
-    console.start(1000, 1, 500)
+    console.start(Progress(500, 1000, total_epochs=1))
     clock[0] = 300.0
     for step in range(501, 521):
         console.advance(step, 1)
@@ -174,7 +175,7 @@ def test_the_time_left_follows_the_rate_and_leaves_out_a_slow_first_step(clock):
 
 def test_a_step_that_is_not_due_does_nothing_but_look_at_the_clock(monkeypatch):
     console = Console(None, stream=io.StringIO())
-    console.start(10**9, 1, 0)
+    console.start(Progress(0, 10**9, total_epochs=1))
     console.advance(1, 1)
     ticks = []
     monkeypatch.setattr(console, "_tick", lambda *place: ticks.append(place))
@@ -229,7 +230,7 @@ def test_prints_of_others_appear_above_the_bar_and_stdout_is_given_back_also_by_
     stream = FakeTerminal()
     monkeypatch.setattr(sys, "stdout", stream)
     console = Console(None)
-    console.start(10, 1, 0)
+    console.start(Progress(0, 10, total_epochs=1))
     print("a print of someone else")
     console.stop()
     assert sys.stdout is stream
@@ -237,7 +238,7 @@ def test_prints_of_others_appear_above_the_bar_and_stdout_is_given_back_also_by_
     broken = Broken(True, None)
     monkeypatch.setattr(sys, "stdout", broken)
     console = Console(None)
-    console.start(10, 1, 0)
+    console.start(Progress(0, 10, total_epochs=1))
     broken.error = BrokenPipeError()
     console.line("x")
     assert sys.stdout is broken
@@ -362,7 +363,7 @@ def test_a_header_and_a_bar_fit_the_terminal(monkeypatch, columns):
         for name in ("build", "labels"):
             begin(name)
     assert "1/4  labels" in stream.getvalue()
-    console.start(100, 2, 0)
+    console.start(Progress(0, 100, total_epochs=2))
     console.metrics("train", {"lr": 0.0031, "loss": 0.412, "grad_norm": 1.0, "accuracy": 0.4}, 50, 1)
     console.advance(50, 1)
     console.stop()

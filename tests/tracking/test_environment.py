@@ -57,14 +57,9 @@ def test_the_commit_is_recorded_with_whether_files_differ_from_it(tmp_path, monk
     _git(tmp_path, "commit", "-qm", "first")
     clean = environment()["git"]
     (tmp_path / "a").write_text("2")
-    dirty = environment()["git"]
-    assert len(clean["commit"]) == 40
-    assert (clean["dirty"], dirty["dirty"]) == (False, True)
-    assert dirty["commit"] == clean["commit"]
-
-
-def test_no_git_is_no_error(tmp_path, monkeypatch):
+    assert (len(clean["commit"]), clean["dirty"]) == (40, False)
+    assert environment()["git"] == {"commit": clean["commit"], "dirty": True}
     monkeypatch.setenv("PATH", str(tmp_path))
     env = environment()
-    assert env["git"] is None
+    assert env["git"] is None, "there is no git"
     assert lines(env)

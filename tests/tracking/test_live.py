@@ -25,7 +25,7 @@ def now(monkeypatch):
 def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(now):
     stream = io.StringIO()
     console = Console(None, stream=stream)
-    console.start(1000, 10, 0)
+    console.start(Progress(0, 1000, total_epochs=10))
     for step in range(1, 31):
         now[0] += 5.0
         console.advance(step, 1)
@@ -40,8 +40,8 @@ def test_without_a_bar_a_line_a_minute_says_how_far_a_slow_run_is(now):
 def test_progress_is_there_for_other_processes_while_a_run_trains(tmp_path, now):
     console = Console(None, stream=io.StringIO())
     best = [(0.5, 10)]
-    found = {"monitor": "val/loss", "best": lambda: best[0], "device": "cpu", "file": tmp_path / PROGRESS}
-    console.start(100, 5, 20, **found)
+    known = Progress(20, 100, total_epochs=5, metric="val/loss", device="cpu")
+    console.start(known, best=lambda: best[0], file=tmp_path / PROGRESS)
     begun = read_progress(tmp_path)
     assert (begun.global_step, begun.total_steps, begun.best, begun.best_step) == (20, 100, 0.5, 10)
     for step in range(21, 41):
@@ -91,6 +91,6 @@ def test_a_progress_file_of_something_else_is_none(tmp_path, content):
 
 def test_a_folder_that_is_gone_stops_no_run(tmp_path):
     console = Console(None, stream=io.StringIO())
-    console.start(10, 1, 0, file=tmp_path / "gone" / PROGRESS)
+    console.start(Progress(0, 10, total_epochs=1), file=tmp_path / "gone" / PROGRESS)
     console.advance(1, 1)
     console.stop()

@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import re
 import resource
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import yaml
 from extras import needs
 
 from runner.base.errors import UserError
-from runner.tracking.loggers import Csv, JsonLines, Logger, TensorBoard, Watched
+from runner.tracking import loggers
+from runner.tracking.loggers import Csv, JsonLines, Logger, MetricsBuffer, TensorBoard, Watched
 from runner.tracking.run_files import copy_until
+from runner.tracking.trackers.loggers import MLflow, WandB
 
 OPTIONS = Path(__file__).parents[2] / "conf" / "logger"
 
@@ -131,14 +134,32 @@ def test_a_metrics_file_that_somebody_else_wrote_does_not_break_a_resumed_run(tm
     assert _scalars(tmp_path, "loss/train") == [(30, 1.0)]
 
 
-def test_a_tensorboard_that_is_not_installed_is_a_sentence(monkeypatch):
+@pytest.mark.parametrize(
+    ("make", "package"), [(TensorBoard, "tensorboard"), (MLflow, "runner[mlflow]"), (WandB, "runner[wandb]")]
+)
+def test_a_client_that_is_not_installed_is_a_sentence_with_the_command(monkeypatch, make, package):
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(UserError, match=r"logger\.tensorboard: needs .*\n.*pip install 'tensorboard', or logger=none"):
-        TensorBoard()
+    told = rf"logger\.{make.name.lower()}: needs .*\n.*pip install '{re.escape(package)}', or logger=none"
+    with pytest.raises(UserError, match=told):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (TensorBoard, {"flush_s": 0}),
+        (MLflow, {"wait_s": -1}),
+        (MLflow, {"tracking_uri": "localhost:50"}),
+        (MLflow, {"tracking_uri": "sqlit:///x.db"}),
+    ],
+)
+def test_values_without_a_meaning_are_refused(make, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        make(**settings)
 
 
 def test_a_full_disk_costs_rows_of_tensorboard_and_not_the_run(tmp_path):
-    said: list[str] = []
+    said = list[str]()
     logger = TensorBoard(warn=said.append)
     logger.open(tmp_path, None)
     logger.log("train", {"loss": 1.0}, 0, 1)
@@ -148,7 +169,7 @@ def test_a_full_disk_costs_rows_of_tensorboard_and_not_the_run(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, limits[1]))
     try:
         for step in range(1, 40):
-            logger.log("train", {"loss": 1.0}, step, 1)
+            logger.log("val", {"loss": 1.0}, step, 1)
         logger.flush()
         logger.log("train", {"loss": 1.0}, 40, 1)
         logger.close()
@@ -158,11 +179,6 @@ def test_a_full_disk_costs_rows_of_tensorboard_and_not_the_run(tmp_path):
     assert said[1:] == [
         "TensorBoard: 40 of 41 rows did not arrive (tensorboard/: file too large); metrics.jsonl has every row"
     ]
-
-
-def test_a_flush_interval_below_a_second_is_refused():
-    with pytest.raises(ValueError, match="flush_s must be at least 1, got 0"):
-        TensorBoard(flush_s=0)
 
 
 @pytest.mark.parametrize("make", [JsonLines, Csv])
@@ -198,14 +214,9 @@ def test_tensorboard_gets_the_first_sample_of_each_split_and_the_weights_keep_th
     assert found == {f"first sample/{split}": [0] for split in ("train", "val", "test")}
 
 
-def _divides_by_zero() -> list[object]:
-    return [1 / 0]
-
-
 def test_predictions_that_cannot_be_drawn_cost_one_warning(tmp_path):
-    said: list[str] = []
-    lines = [("val", {"loss": 1.0}, 1), ("val", {"loss": 2.0}, 2)]
-    _log([TensorBoard(images=True, watched=Watched({}, _divides_by_zero), warn=said.append)], tmp_path, None, lines)
+    said, lines = list[str](), [("val", {"loss": 1.0}, 1), ("val", {"loss": 2.0}, 2)]
+    _log([TensorBoard(images=True, watched=Watched({}, lambda: [1 / 0]), warn=said.append)], tmp_path, None, lines)
     assert said == ["TensorBoard gets no pictures of predictions: division by zero"]
     assert _scalars(tmp_path, "loss/val") == [(1, 1.0), (2, 2.0)]
 
@@ -227,3 +238,35 @@ def test_a_run_has_about_50_lines_of_training_and_one_at_the_end_of_each_epoch(t
     records = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert [record["global_step"] for record in records] == list(steps)
     assert result.out.count("train ") == len(steps)
+
+
+@pytest.mark.parametrize(
+    "calls",  # seconds since the one before, the split, and how many have been passed on then
+    [
+        [(0.0, "train", 1), (0.4, "train", 1), (0.6, "train", 3)],
+        [(1.0, "train", 1), (1.0, "train", 2), (1.0, "train", 3)],
+        [(0.0, "train", 1), (0.1, "train", 1), (0.0, "val", 3), (0.1, "train", 3)],
+    ],
+    ids=["quick steps wait for a second", "slow steps come one by one", "an evaluation takes along what waits"],
+)
+def test_metrics_are_passed_on_in_order_after_a_second(monkeypatch, calls):
+    now, first, second = [100.0], [], []
+    monkeypatch.setattr(loggers.time, "monotonic", lambda: now[0])
+    buffer = MetricsBuffer([lambda *metrics: first.append(metrics), lambda *metrics: second.append(metrics)])
+    for step, (later, split, passed) in enumerate(calls):
+        now[0] += later
+        buffer(split, {"loss": 1.0 / (step + 1)}, step, 1)
+        assert len(first) == passed
+    buffer.empty()
+    buffer.empty()
+    assert first == second == [(split, {"loss": 1 / (step + 1)}, step, 1) for step, (_, split, _) in enumerate(calls)]
+
+
+def test_what_could_not_be_passed_on_is_not_tried_again():
+    def full(*metrics):
+        raise OSError("no space")
+
+    buffer = MetricsBuffer([full])
+    with pytest.raises(OSError, match="no space"):
+        buffer("train", {}, 1, 1)
+    buffer.empty()

@@ -19,11 +19,11 @@ from fake_wandb import FakeWandB, fake_wandb
 from forked import ForkedProgram
 from running_sweeps import until
 
-from runner.base.errors import Problem, UserError
-from runner.tracking import background
-from runner.tracking.background import Background, Row, sentence_of
+from runner.base.errors import Problem
+from runner.tracking import loggers
+from runner.tracking.loggers import Background, Row, sentence_of
 from runner.tracking.run_files import read_records
-from runner.tracking.trackers.loggers import MLflow, WandB
+from runner.tracking.trackers.loggers import MLflow
 
 mlflow = optional("mlflow")
 pytestmark = needs("mlflow")
@@ -110,7 +110,7 @@ def test_a_receiver_that_fails_costs_a_warning_and_the_number_of_lost_rows_at_th
 
 
 def test_a_full_queue_and_a_receiver_that_hangs_block_neither_logging_nor_the_end(monkeypatch):
-    monkeypatch.setattr(background, "_MOST_WAITING", 10)
+    monkeypatch.setattr(loggers, "_MOST_WAITING", 10)
     free, began = threading.Event(), time.monotonic()
     receiver = _run(Receiver(wait_s=0.1, connect=free.wait), 1000)
     assert time.monotonic() - began < 5
@@ -351,18 +351,3 @@ def test_what_a_logger_gets_from_the_program_is_not_offered_as_a_setting(problem
         allowed = problems(f"logger={name}", f"logger.{name}.no=1")[f"logger.{name}.no"].allowed.split(", ")
         assert not {"warn", "watched"} & {*allowed}
     assert problems("logger=none", "logger.csv.a=1")["logger.csv"].allowed == "logger=csv, or no key of logger.csv"
-
-
-@pytest.mark.parametrize("name", ["mlflow", "wandb"])
-def test_a_tracker_that_is_not_installed_is_a_sentence_with_the_command(monkeypatch, name):
-    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    with pytest.raises(UserError, match=rf"pip install 'runner\[{name}\]'"):
-        {"mlflow": MLflow, "wandb": WandB}[name]()
-
-
-@pytest.mark.parametrize(
-    "settings", [{"wait_s": -1}, {"tracking_uri": "localhost:50"}, {"tracking_uri": "sqlit:///x.db"}]
-)
-def test_values_without_a_meaning_are_refused(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        MLflow(**settings)

@@ -24,7 +24,7 @@ from runner.run.trial import explaining_memory, try_step
 from runner.runtime.memory import readable, reset_peak_memory
 from runner.tracking.console import Console
 from runner.tracking.formats import amount
-from runner.tracking.run_files import PROGRESS
+from runner.tracking.run_files import PROGRESS, Progress
 
 Row = tuple[str, str, str]  # label, value and reason
 
@@ -85,12 +85,8 @@ def start_progress(run: Run, directory: RunDirectory) -> None:
         directory.console.warn(f"there is nothing left to train: the checkpoint is at step {step} of {run.total_steps}")
     directory.note_startup()
     directory.console.start(
-        run.total_steps,
-        run.config.epochs or 0,
-        step,
-        monitor=run.monitor.metric,
+        Progress(step, run.total_steps, 0, run.config.epochs or 0, device=str(run.device), metric=run.monitor.metric),
         best=lambda: (state.best.value, state.best.global_step) if state.best else None,
-        device=str(run.device),
         file=directory.path / PROGRESS,
     )
     # Building took memory too, and the peak to report is that of training

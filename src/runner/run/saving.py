@@ -36,9 +36,8 @@ from runner.run.evaluation import Predictions
 from runner.run.interfaces import calls_of, require_methods
 from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
-from runner.tracking.background import MetricsBuffer
 from runner.tracking.environment import versions
-from runner.tracking.loggers import JsonLines, Logger, Watched
+from runner.tracking.loggers import JsonLines, Logger, MetricsBuffer, Watched
 from runner.tracking.run_files import copy_until
 
 

@@ -18,7 +18,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, TypeAdapter
 
-from runner.base.errors import UserError
 from runner.base.files import append, writing
 from runner.base.reading import number_or_none, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_text, mask_words
@@ -127,16 +126,11 @@ class Ledger:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **content}, default=str).encode()
         path, without_links = self.folder / NAME, lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o644)
         with writing(path), FileIO(str(path), "a+", opener=without_links) as file:
-            # A crash may have left half a line: end it, so that this one stands alone
+            # A crash or a full disk may have left half a line: end it, so that this one stands alone
             size = file.tell()
             torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            try:
-                append(file, b"\n" * torn + line + b"\n")
-                os.fsync(file.fileno())
-            # Half a line would be worse than none, so it is removed again
-            except (OSError, UserError):
-                file.truncate(size)
-                raise
+            append(file, b"\n" * torn + line + b"\n")
+            os.fsync(file.fileno())
         self._add(line)
 
     def append_job(self, job: str, entry: Entry) -> None:
@@ -194,7 +188,13 @@ def outcome(folder: Path) -> Outcome:
     if summary is None:
         return Outcome("unknown")
     status, error = str(summary.get("status")), mask_text(str(summary.get("error") or "")).strip()
-    metric, value = _objective(summary)
+    best, last = summary.get("best"), summary.get("last")
+    metric: str | None = None
+    value: float | None = None
+    if isinstance(best, dict) and best.get("metric") is not None:
+        metric, value = str(best["metric"]), number_or_none(best.get("value"))
+    elif isinstance(last, dict) and (monitor := str(summary.get("monitor"))).removeprefix("val/") in last:
+        metric = monitor
     if status == "finished" and metric is not None and value is None:
         status, error = "failed", f"its objective is not finite: {metric} is nan"
     return Outcome(status, metric, value, error.partition("\n")[0] or None)
@@ -206,11 +206,3 @@ def outcome_of(entry: Entry) -> Outcome:
     if found.status not in ENDED and entry.status in ENDED and entry.status != "finished":
         return dataclasses.replace(found, status=entry.status, sentence=entry.sentence)
     return found
-
-
-def _objective(summary: dict[str, Any]) -> tuple[str | None, float | None]:
-    best, last = summary.get("best"), summary.get("last")
-    if isinstance(best, dict) and best.get("metric") is not None:
-        return str(best["metric"]), number_or_none(best.get("value"))
-    monitor = str(summary.get("monitor"))
-    return monitor if isinstance(last, dict) and monitor.removeprefix("val/") in last else None, None

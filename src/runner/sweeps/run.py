@@ -69,8 +69,6 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
     # Two processes with the same command at the same time must find one folder, not make two
     with contextlib.nullcontext() if named else _one_at_a_time(root):
         folder = named or (None if new else _same_sweep(root, plan)) or claim(root)
-        if holds_run(folder):
-            raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
         make_folder(folder)
         try:
             # The lock says that a sweep runs here, and is gone with the process

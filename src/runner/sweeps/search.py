@@ -32,9 +32,8 @@ from runner.config.space import Range, ranges_of, word_of
 from runner.launch.jobs import Launcher
 from runner.sweeps.ledger import Outcome, outcome
 from runner.sweeps.plan import Plan, Planned, Validate, composed, counted, identity
-from runner.sweeps.pruning import VARIABLE
 from runner.sweeps.run import Jobs, Sweep
-from runner.sweeps.study import State, pruner_of, sampler_of, storage_of, study_of_sweep, using
+from runner.sweeps.study import VARIABLE, State, pruner_of, sampler_of, storage_of, study_of_sweep, using
 from runner.sweeps.table import BEST
 from runner.tracking.formats import number as shown
 

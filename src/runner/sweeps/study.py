@@ -1,8 +1,14 @@
-"""The study of a search: its storage, samplers and pruners. Imports Optuna, so only what belongs to a search imports it."""
+"""The study of a search: its storage, samplers and pruners, and the callback with which a trial asks whether it goes on.
+
+Imports Optuna, so only what belongs to a search imports it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import math
 import os
 import warnings
 import zlib
@@ -23,6 +29,8 @@ except ImportError as error:
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 JOURNAL = "search.jsonl"
+VARIABLE = "RUNNER_TRIAL"
+"""Variable of the environment of a job that is a trial: `mode`, and arguments of `Reports`, as JSON."""
 _TAKEN = "warm_start"  # attribute of a trial that an earlier version took from another sweep
 State = optuna.trial.TrialState
 _NAME = "search"  # Hyperband derives the bracket of a trial from the name of its study
@@ -185,6 +193,47 @@ class Reports:
                 last, stops = evaluation, bool(self._trial.should_prune())  # numpy gives its own
                 self._trial.set_user_attr(_DECIDED, [last, stops])
         return bool(stops) and evaluation == last
+
+
+class Pruning:
+    """A callback of the training loop of a trial: it reports each evaluation to the study, and stops where the pruner says so.
+
+    `decide` asks rank 0 a question, and gives its answer on every rank.
+    """
+
+    def __init__(self, decide: Callable[[Callable[[], Any]], Any]) -> None:
+        self._decide, self._settings = decide, json.loads(os.environ[VARIABLE])
+
+    @functools.cached_property
+    def _reports(self) -> Reports:
+        """Opened on rank 0 alone, which is asked."""
+        return Reports(**self._settings["reports"])
+
+    def on_start(self, loop: Any) -> None:
+        """Stop again if the resumed run had been stopped, but was killed before its end."""
+        if (mode := loop.monitor[1]) != self._settings["mode"]:
+            raise UserError("checkpoint.mode", f"of {loop.monitor[0]} is {mode}, which the search did not know", mode)
+        at = self._decide(lambda: self._reports.stopped_at)
+        if at is not None and at <= _evaluation(loop):
+            loop.prune(f"pruned after evaluation {at}")
+
+    def on_evaluation(self, loop: Any, metrics: dict[str, float]) -> None:
+        """Report the monitored metric."""
+        value, at = metrics[loop.monitor[0]], _evaluation(loop)
+        if loop.finished or not math.isfinite(value):
+            return  # the end comes anyway
+        if self._decide(lambda: self._reports.stops(at, value)):
+            loop.prune(f"pruned after evaluation {at}")
+
+
+def _evaluation(loop: Any) -> int:
+    """The number of the evaluation at the position, from 1: the same in every trial, and after resuming."""
+    position, limits = loop.state.position, loop.limits
+    done: int = position.epoch + (position.batch > 0)
+    every: int = limits.evaluate_every_epochs or 1
+    if limits.evaluate_every_steps is not None:
+        done, every = position.global_step, limits.evaluate_every_steps
+    return -(-done // every)
 
 
 def _distribution(values: Range) -> optuna.distributions.BaseDistribution:

@@ -53,7 +53,7 @@ class Console:
     def __init__(self, log_file: Path | None, progress: bool | None = None, stream: TextIO | None = None) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._log_file = log_file
-        self._log: FileIO | None = None
+        self._log: FileIO | None = None  # open, as opening it for each line would take longer than writing
         self._terminal: Terminal | None = None
         self._wants_bar = progress is not False
         self._silent = self._running = False
@@ -127,34 +127,19 @@ class Console:
 
     def start(
         self,
-        total_steps: int,
-        total_epochs: int,
-        first_step: int,
-        *,
-        monitor: str = "",
+        progress: Progress,
         best: Callable[[], tuple[float, int] | None] = lambda: None,
-        device: str = "",
         file: Path | None = None,
     ) -> None:
-        """Start to show progress up to these optimizer steps and epochs, 0 if unknown; `first_step` are complete already.
+        """Start to show progress, from what is known of it before the first step.
 
         Args:
-            monitor: the metric that decides which evaluation is best, such as `val/accuracy`.
-            best: gives its value in the best evaluation so far and the step of that, by the rule of the run.
+            best: gives the value of its metric in the best evaluation so far and the step of that, by the rule of the run.
             file: gets the progress for other processes, at most every 2 s.
         """
+        self._progress, self._best = progress, best
         # Names and numbers of the best evaluation continue after a resume
-        value, step = best() or (None, None)
-        self._progress = Progress(
-            global_step=first_step,
-            total_steps=total_steps,
-            total_epochs=total_epochs,
-            device=device,
-            metric=monitor,
-            best=value,
-            best_step=step,
-        )
-        self._best = best
+        progress.best, progress.best_step = best() or (None, None)
         self._progress_file, self._file_due = file, 0.0
         # The speed before a pause or a resume says nothing about that of now
         self._marks.clear()

@@ -99,7 +99,7 @@ def _pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
     """The callbacks of a run that is a trial of a search; none for any other run."""
     if "RUNNER_TRIAL" not in os.environ:
         return []
-    from runner.sweeps.pruning import Pruning
+    from runner.sweeps.study import Pruning
 
     return [Pruning(decide)]
 

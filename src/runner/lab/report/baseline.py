@@ -39,6 +39,7 @@ _POINTS = 100
 _BUSY = 0.5  # share of the time that a run waited for a core
 _LONGEST = 60  # characters of a value
 _NOT_SETTINGS = ("ckpt_path", "data.root", *REPEATS)
+Samples = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,8 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     for setting, old, new in pairs:
         was, is_now = _samples(old, new), _samples(new, old)
         own = list[Measure]()
-        for name in [name for name in was if name in is_now and name not in skipped]:
-            judged = _judge(setting, name, (was[name], is_now[name]), (old, new), tolerance)
+        for name in [name for name in was if name in is_now and name not in (*skipped, "fastest")]:
+            judged = _judge(setting, name, was, is_now, modes=old["runs"][0]["mode"], tolerance=tolerance)
             # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
             if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
                 why = "lower without a better metric: is augmentation or regularisation missing?"
@@ -199,7 +200,7 @@ def _pairs(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> tuple[lis
     return found, notes
 
 
-def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[float]]:
+def _samples(setting: dict[str, Any], other: dict[str, Any]) -> Samples:
     """The values of each measure, one for each run; the loss up to the step that both sides reach."""
     runs = setting["runs"]
     metrics = dict.fromkeys(name for run in runs for name in run["metric"])
@@ -210,24 +211,19 @@ def _samples(setting: dict[str, Any], other: dict[str, Any]) -> dict[str, list[f
     found["loss"] = [statistics.fmean(curve) for curve in curves if curve]
     for name in _UNITS:
         found[name] = [run[name] for run in runs if is_number(run.get(name))]
+    found["fastest"] = [run.get("fastest", run["step"]) for run in runs if is_number(run.get("step"))]
     return {name: values for name, values in found.items() if values}
 
 
 def _judge(
-    setting: str,
-    name: str,
-    values: tuple[list[float], list[float]],
-    settings: tuple[Any, Any],
-    tolerance: Mapping[str, float],
+    setting: str, name: str, before: Samples, now: Samples, *, modes: Mapping[str, str], tolerance: Mapping[str, float]
 ) -> Measure:
     """Compare the values of a measure, those of the baseline and those of now."""
-    modes = settings[0]["runs"][0]["mode"]
-    is_metric = name in modes
-    (was, deviation), (is_now, spread) = map(mean_and_deviation, values)
-    kind = "metric" if is_metric else name
+    (was, deviation), (is_now, spread) = mean_and_deviation(before[name]), mean_and_deviation(now[name])
+    kind = "metric" if name in modes else name
     limit = tolerance.get(kind, TOLERANCE[kind])
     # Accuracies are compared in points, larger numbers in percent
-    unit = 1.0 if is_metric and abs(was) <= 1 else abs(was)
+    unit = 1.0 if name in modes and abs(was) <= 1 else abs(was)
     room = limit * unit
     if kind not in tolerance and deviation is not None:
         room = max(room, DEVIATIONS * deviation)
@@ -236,9 +232,7 @@ def _judge(
     verdict = "worse" if worse_by > room else "better" if -worse_by > room else "same"
     if verdict == "worse" and name in ("step", "startup"):
         # Other programs slow some repetitions down, so the fastest one counts, too
-        key = "fastest" if name == "step" else name
-        runs = ([run for run in each["runs"] if is_number(run.get(name))] for each in settings)
-        fastest, fastest_now = (min(run.get(key, run[name]) for run in each) for each in runs)
+        fastest, fastest_now = (min(each["fastest" if name == "step" else name]) for each in (before, now))
         verdict = "worse" if fastest_now - fastest > limit * fastest else "same"
     # A change of a mean of 0 has no percentage
     absolute = unit == 1.0 or was == 0
@@ -246,8 +240,8 @@ def _judge(
     return Measure(
         setting=setting,
         measure=_LABELS.get(name, name),
-        before=f"{plus_minus(was, deviation)}{suffix} (n {len(values[0])})",
-        now=f"{plus_minus(is_now, spread)}{suffix} (n {len(values[1])})",
+        before=f"{plus_minus(was, deviation)}{suffix} (n {len(before[name])})",
+        now=f"{plus_minus(is_now, spread)}{suffix} (n {len(now[name])})",
         change=f"{is_now - was:+.3g}" if absolute else f"{(is_now - was) / unit:+.1%}",
         allowed="any" if limit == math.inf else f"{room:.2g}" if absolute else f"{room / unit:.0%}",
         verdict=verdict,

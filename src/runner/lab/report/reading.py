@@ -133,15 +133,13 @@ class Run:
 
         A group has the name of its option, such as `resnet18_cifar` for `model`, or of the component that replaced it.
         """
+        time, started = self.summary.get("wall_s"), self.summary.get("started")
+        own = {"run": str(self.path), "status": self.status, "error": self.error, "started": started}
+        own["time_s"] = time if is_number(time) else None
         # Names are looked up from the most exact to the most general meaning
-        if name in SPECIAL:
-            time = self.summary.get("wall_s")
-            own = {"run": str(self.path), "status": self.status, "error": self.error}
-            return (own | {"time_s": time if is_number(time) else None, "started": self.summary.get("started")})[name]
-        if name in self.config:
-            return self.config[name]
-        if name in self.metrics:
-            return self.metrics[name]
+        for values in (own, self.config, self.metrics):
+            if name in values:
+                return values[name]
         if name in MEASURED:
             return self.speed.get(name)
         words = [(key_of(word), word.partition("=")[2]) for word in self.overrides]

@@ -19,7 +19,7 @@ from runner.base.secrets import mask_text, mask_values
 from runner.config import stored
 from runner.config.changes import other_run
 from runner.config.keys import at, flatten
-from runner.tracking.background import Background, Row
+from runner.tracking.loggers import Background, Row
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = ("http", "https", *_DATABASES, "file", "databricks", "uc", "databricks-uc")
