@@ -14,7 +14,7 @@ from PIL import Image
 from runner.base.errors import UserError
 from runner.data.sources import listing
 from runner.data.sources.folders import ImageFolder, image_folder
-from runner.data.sources.listing import folders_below, images_below, list_classes
+from runner.data.sources.listing import folders_below, list_classes
 
 
 def save(path: Path, size: tuple[int, int] = (6, 4)) -> None:
@@ -56,11 +56,13 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Path) -> None:
-    for name in ("b/1.png", "b-c/1.png", "b.png", "a/z/1.PNG", "a/0.png", "ab.jpg", ".hidden.png", "x.txt"):
-        save(tmp_path / "class" / name) if not name.endswith("txt") else (tmp_path / "class" / name).write_text("")
+    images = [tmp_path / "class" / name for name in ("b/1.png", "b-c/1.png", "b.png", "a/z/1.PNG", "a/0.png", "ab.jpg")]
+    for path in (*images, tmp_path / "class" / ".hidden.png"):
+        save(path)
+    (tmp_path / "class" / "x.txt").write_text("")
     times: listing.Times = {}
     files, classes = list_classes(tmp_path, ["class"], times)
-    assert [Path(os.fsdecode(name)) for name in files.all_names()] == sorted(images_below(tmp_path / "class"))
+    assert [Path(os.fsdecode(name)) for name in files.all_names()] == sorted(images)
     assert len(files) == len(classes) == 6
     assert {Path(path).name for path in times} == {"class", "a", "z", "b", "b-c"}
 
@@ -95,7 +97,7 @@ def test_a_change_of_a_folder_is_seen(root: Path, change: Callable[[Path], objec
     change(root)
     assert listed(root) != before
     assert listed(root) == {
-        split: [path for folder in sorted((root / split).iterdir()) for path in sorted(images_below(folder))]
+        split: [path for folder in sorted((root / split).iterdir()) for path in sorted(folder.rglob("*.png"))]
         for split in ("train", "val")
     }
 
