@@ -11,44 +11,16 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from extended import some
 from extras import needs
 from s3_server import Fault, Store, upload
-from tar_files import cls, encoded, pixels, samples, write_tar
+from tar_files import pixels
 
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import heard
 from runner.data.sources import remote
-from runner.data.sources import shards as module
-from runner.data.sources.shards import Shards, packed_index, shards
+from runner.data.sources.shards import shards
 
 pytestmark = needs("remote")
-
-
-def opened(store: Store, tmp_path: Path) -> dict[str, Shards]:
-    """The data sets of a run, which keeps its indexes."""
-    made = shards(store.url, cache_folder=str(tmp_path / "cache"))
-    assert made["train"].keep_indexes() == []
-    return made
-
-
-def test_a_store_has_the_images_order_and_fingerprint_of_the_folder(
-    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.put(f"{tmp_path.name}/classes.txt", b"a\nb\nc\n")
-    local, there = shards(str(folder)), opened(store, tmp_path)
-    assert {split: len(dataset) for split, dataset in there.items()} == {"train": 24, "val": 12}
-    assert there["train"].classes == ("a", "b", "c")
-    for split in local:
-        assert there[split].fingerprint() == local[split].fingerprint()
-        assert there[split].targets.tolist() == local[split].targets.tolist()
-        for number in range(12):
-            assert torch.equal(there[split][number][0], local[split][number][0])
-    store.seen.clear()
-    monkeypatch.setattr(module, "index_of", None)
-    again = opened(store, tmp_path)
-    assert store.ranges() == [], "the index was kept"
-    assert again["train"].fingerprint() == local["train"].fingerprint()
 
 
 def test_a_store_whose_lists_and_descriptions_have_other_forms_of_a_time_is_indexed(folder: Path) -> None:
@@ -69,35 +41,6 @@ def test_a_store_with_a_part_of_a_pack_is_refused(store: Store, tmp_path: Path) 
     store.put(f"{tmp_path.name}/pack.json", b'{"rules": 1, "samples": null}')
     with pytest.raises(UserError, match=r"s3://bucket/.* is not finished"):
         shards(store.url)
-
-
-def test_an_index_beside_a_shard_spares_reading_it(store: Store, folder: Path, tmp_path: Path) -> None:
-    for path in folder.glob("*/*.tar"):
-        index = packed_index(path, path.stat().st_size)
-        assert index.write(module.index_of(module.LocalShard.of(path), "label")) == ""
-        upload(store, index.path)
-    named = {"train": ["train/000.tar", "train/012.tar"], "val": "val/{024..024}.tar"}
-    for arguments in ({}, named):
-        assert len(shards(store.url, **arguments)["train"]) == 24
-    assert store.ranges() == []
-    upload(store, folder / "train" / "000.tar.index", b"damaged")
-    assert len(shards(store.url)["train"]) == 24
-    assert {seen.key for seen in store.ranges()} == {f"/bucket/{tmp_path.name}/train/000.tar"}
-
-
-@pytest.mark.parametrize("where", ["folder", "store"])
-def test_named_shards_are_read_in_the_order_given(where: str, store: Store, folder: Path) -> None:
-    root = str(folder) if where == "folder" else store.url
-    found = shards(root, train=["train/012.tar", "train/{000..000}.tar"])
-    assert list(found) == ["train"]
-    assert torch.equal(found["train"][0][0], shards(root)["train"][12][0])
-    assert len(shards(root, train="train/0{1..1}{2..2}.tar")["train"]) == 12
-    with pytest.raises(UserError, match=r"(cannot read the shard|there is no) .*train/013\.tar"):
-        shards(root, train="train/{012..013}.tar")
-    with pytest.raises(UserError, match=r"data\.dataset: the pattern train/\{012\.\.000\}\.tar has no numbers"):
-        shards(root, train="train/{012..000}.tar")
-    with pytest.raises(UserError, match=r"data\.dataset\.train: names no shards"):
-        shards(root, val="val/024.tar")
 
 
 def test_roots_that_hold_nothing_or_cannot_be_opened_are_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,31 +107,13 @@ def test_what_is_refused_is_not_tried_again(kind: str, reason: str, store: Store
 
 
 def test_a_shard_that_was_replaced_or_removed_is_not_trained_on(store: Store, folder: Path, tmp_path: Path) -> None:
-    dataset, path = opened(store, tmp_path)["train"], folder / "train" / "012.tar"
-    content = bytearray(path.read_bytes())
-    content[content.index(encoded(13)) + 100] ^= 1
-    upload(store, path, bytes(content))
-    assert dataset[12][1] == 0
-    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed: the image at byte"):
-        dataset[13]
-    upload(store, path, bytes(content)[:2048])
+    dataset, path = shards(store.url)["train"], folder / "train" / "012.tar"
+    upload(store, path, path.read_bytes()[:2048])
     with pytest.raises(UserError, match=r"012\.tar was changed .* it is another object now"):
         dataset[20]
     store.put(f"{tmp_path.name}/train/012.tar", None)
     with pytest.raises(UserError, match=r"012\.tar was changed .* it is not there any more"):
         dataset[20]
-    upload(store, write_tar(path, samples(range(30, 33), cls)))
-    assert len(opened(store, tmp_path)["train"]) == 15, "it is indexed again"
-
-
-@pytest.mark.parametrize(
-    ("length", "reason"), some([(10_000, "unexpected end|truncated"), (0, "empty")], 0, several=True)
-)
-def test_a_shard_that_is_no_whole_tar_is_named(length: int, reason: str, store: Store, folder: Path) -> None:
-    path = folder / "train" / "012.tar"
-    upload(store, path, path.read_bytes()[:length])
-    with pytest.raises(UserError, match=rf"cannot read the shard s3://bucket/.*/012\.tar: .*({reason})"):
-        shards(store.url)
 
 
 def test_a_signal_ends_the_reading_of_whole_shards(store: Store) -> None:
