@@ -231,28 +231,30 @@ def test_what_follows_evaluations_needs_a_validation_split(key: str, rejected: A
     assert "data.split.val" in error
 
 
-NORMS = """
-from torch import nn
-
-class Normed(nn.Sequential):
-    def __init__(self, in_channels, image_size, num_classes, spatial=False):
-        norm = nn.BatchNorm2d(4) if spatial else nn.BatchNorm1d(4)
-        first = [nn.Conv2d(in_channels, 4, 1), norm, nn.Flatten(), nn.LazyLinear(num_classes)]
-        flat = [nn.Flatten(), nn.Linear(in_channels * image_size[0] * image_size[1], 4), norm, nn.Linear(4, num_classes)]
-        super().__init__(*(first[:-1] + [nn.Linear(4 * image_size[0] * image_size[1], num_classes)] if spatial else flat))
-"""
+FLAT = "[{_target_: torch.nn.Flatten}, {_target_: torch.nn.Linear, in_features: 16, out_features: 3}, {_target_: NORM}]"
+ONE = FLAT.replace("NORM", "torch.nn.BatchNorm1d, num_features: 3")
+SPATIAL = f"[{{_target_: torch.nn.BatchNorm2d, num_features: 1}}, {FLAT[1:].replace('NORM', 'torch.nn.Identity')}"
 
 
-@pytest.mark.parametrize("more", [(), ("data.drop_last=true",), ("+model.spatial=true",), ("freeze=['2']",)])
+@pytest.mark.parametrize(
+    ("layers", "more"), [(ONE, ()), (ONE, ("data.drop_last=true",)), (SPATIAL, ()), (ONE, ("freeze=['2']",))]
+)
 def test_a_batch_of_one_sample_is_refused_where_batchnorm_cannot_take_it(
-    more: tuple[str, ...], workdir: Path, run: Any
+    layers: str, more: tuple[str, ...], run: Any
 ) -> None:
-    (workdir / "normed.py").write_text(NORMS)
-    net = ("model=mlp", "model._target_=normed.Normed", "~model.hidden", "~model.dropout", "trust=[unfit_sets,normed]")
+    net = (
+        "model=mlp",
+        "model._target_=torch.nn.Sequential",
+        f"model._args_={layers}",
+        "~model.hidden",
+        "~model.dropout",
+    )
     found = run("train", *on("fine", split="val"), *net, "data.batch_size=41", *more)
-    assert found.status == (0 if more else 2), found.err
+    refused = layers == ONE and not more
+    assert found.status == (2 if refused else 0), found.err
     assert "Traceback" not in found.err
-    assert more or all(part in found.err for part in ("data.batch_size: ", "has 1 sample", "data.drop_last=true"))
+    wanted = ("data.batch_size: ", "has 1 sample", "data.drop_last=true") if refused else ()
+    assert all(part in found.err for part in wanted)
 
 
 def test_eval_names_a_sample_that_is_not_finite_too(train: Any, accepted: Any) -> None:
