@@ -25,6 +25,12 @@ def _save(path: Path, color=(10, 20, 30), size=(6, 4), mode="RGB", **options) ->
     return path
 
 
+RUN = (
+    "data=image_folder", "data.image_size=8", "data.num_workers=0", "data.batch_size=4", "model=mlp", "model.hidden=[4]",
+    "device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1",
+)  # fmt: skip
+
+
 @pytest.fixture
 def root(tmp_path):
     for split in ("train", "test"):
@@ -72,9 +78,7 @@ def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnail
     assert [path.name for path in made.paths[:7]] == names
     assert made.classes == ("cat", "dog")
     assert [made[index][0].shape for index in range(7)] == [(3, 4, 6)] * 7
-    words = ("data=image_folder", f"data.root={root}", "data.image_size=8", "data.batch_size=4", "data.num_workers=0")
-    words += ("model=mlp", "model.hidden=[4]", "epochs=1", "device=cpu", "threads=1", "hydra.run.dir=mine")
-    result = run("train", *words)
+    result = run("train", *RUN, f"data.root={root}", "hydra.run.dir=mine")
     assert result.status == 0
     assert "train: images of types that are not read here (.heic" in result.out + result.err
     assert "are skipped: 2" in result.out + result.err
@@ -85,9 +89,7 @@ def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnail
 def test_classes_whose_names_are_not_utf8_are_evaluated(root, run, workdir):
     for split in ("train", "test"):
         (root / split / "cat").rename(root / split / os.fsdecode(b"caf\xe9"))
-    words = (f"data.root={root}", "data.image_size=8", "data.batch_size=2", "model=mlp", "model.hidden=[4]", "epochs=1")
-    words += ("data=image_folder", "device=cpu", "threads=1", "logger=none", "hydra.run.dir=mine", "data.num_workers=0")
-    assert run("train", *words).status == 0
+    assert run("train", *RUN, f"data.root={root}", "hydra.run.dir=mine").status == 0
     result = run("eval", "ckpt_path=mine")
     assert (result.status, Path("mine/plots/confusion_test.png").is_file()) == (0, True), result.err
 
@@ -105,49 +107,38 @@ def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
     assert image_folder(str(root))["train"].targets.tolist() == [0] * 4 + [1] * 3
 
 
-def test_odd_file_names_survive(root):
+def test_odd_file_names_survive_and_indices_count_from_the_end_and_stop_there(root):
     name = "ü ñ\n%s.png"
     _save(root / "train/cat" / name)
     train = image_folder(str(root))["train"]
     assert train.paths[3].name == name
     assert train[3][0].shape == (3, 4, 6)
-
-
-def test_indices_count_from_the_end_and_stop_there(root):
-    train = image_folder(str(root))["train"]
-    assert train.path(-1) == train.paths[5]
-    for index in (6, -7):
+    assert train.path(-1) == train.paths[6]
+    for index in (7, -8):
         with pytest.raises(IndexError):
             train[index]
 
 
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("made", "opened", "message"),
     [
-        (lambda root: root / "gone", "data.root: .*gone does not exist"),
-        (lambda root: root / "train/cat/0.png", "0.png is not a folder"),
-        (lambda root: root / "train/cat", "one folder of images for each class; there are only images of no class"),
-        (lambda root: (root / "e").mkdir() or root / "e", "for each class; there is none"),
-        (
-            lambda root: [(root / "m" / name).mkdir(parents=True) for name in ("images", "masks")] and root / "m",
-            r"images and masks, and no classes\n.*experiment=segmentation",
-        ),
-        (lambda root: [(root / s / "bird").mkdir() for s in ("train", "test")] and root, "folder .*train/bird has no"),
-        (
-            lambda root: [(root / s / e).mkdir() for s in ("train", "test") for e in ("\u00e9", "e\u0301")] and root,
-            "two classes of one name",
-        ),
-        (lambda root: _save(root / "train/bird/0.png") and root, "bird only in .*train"),
-        (lambda root: _save(root / "test/bird/0.png") and root, "bird only in .*test"),
-        (
-            lambda root: (root / "train").rename(root / "training") and root,
-            r"test but no folder 'train'.*\n.*train_folder",
-        ),
+        ((), "gone", "data.root: .*gone does not exist"),
+        ((), "train/cat/0.png", "0.png is not a folder"),
+        ((), "train/cat", "one folder of images for each class; there are only images of no class"),
+        (("e",), "e", "for each class; there is none"),
+        (("m/images", "m/masks"), "m", r"images and masks, and no classes\n.*experiment=segmentation"),
+        (("train/bird", "test/bird"), "", "folder .*train/bird has no"),
+        ([f"{split}/{name}" for split in ("train", "test") for name in ("\u00e9", "e\u0301")], "", "two classes of one name"),
+        (("train/bird",), "", "bird only in .*train"),
+        (("test/bird",), "", "bird only in .*test"),
+        ((), "half", r"test but no folder 'train'.*\n.*train_folder"),
     ],
-)
-def test_folders_that_cannot_be_a_data_set_are_reported(root, prepare, message):
+)  # fmt: skip
+def test_folders_that_cannot_be_a_data_set_are_reported(root, made, opened, message):
+    for folder in (*made, "half/test/cat"):
+        (root / folder).mkdir(parents=True)
     with pytest.raises(UserError, match=message):
-        image_folder(str(prepare(root)))
+        image_folder(str(root / opened))
 
 
 def test_the_message_survives_a_loader_worker(root):
@@ -201,10 +192,7 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
         for color, name in enumerate(("cat", "dog")):
             for number in range(count):
                 _save(workdir / "images" / split / name / f"{number}.png", (color * 200, number, 0), (8, 8))
-    words = ("data=image_folder", "data.root=images", "data.image_size=8", "data.num_workers=0", "model=mlp")
-    words += ("model.hidden=[4]", "device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1")
-    words += ("data.batch_size=4",)
-    result = accepted("train", *words, "hydra.run.dir=mine")
+    result = accepted("train", *RUN, "data.root=images", "hydra.run.dir=mine")
     assert "images (image_folder), 3x8x8, 2 classes, 20 train, 8 val\n" in result.out
     assert "not tested: there is no test split" in result.out
     summary = json.loads(Path("mine/summary.json").read_text())
@@ -213,7 +201,7 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
     result = rejected("eval", "ckpt_path=mine", "split=test", "device=cpu")
     assert "split: this data has no 'test' split" in result.err
     # A checkpoint of a run that divided `train` keeps its splits, also where the data are selected again.
-    asked = run("train", *words, "data.split.test=0.2", "hydra.run.dir=asked")
+    asked = run("train", *RUN, "data.root=images", "data.split.test=0.2", "hydra.run.dir=asked")
     assert "16 train, 8 val, 4 test" in asked.out
-    resumed = accepted("train", *words[:-2], "epochs=2", "ckpt_path=asked")
+    resumed = accepted("train", *RUN[:-1], "data.root=images", "epochs=2", "ckpt_path=asked")
     assert "16 train, 8 val, 4 test" in resumed.out

@@ -67,12 +67,18 @@ def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Pa
     assert {Path(path).name for path in times} == {"class", "a", "z", "b", "b-c"}
 
 
-def test_a_second_start_lists_no_folder_and_gets_the_same(root: Path, unread: Callable[[], None]) -> None:
+@pytest.mark.parametrize("below", ["", "train"], ids=["splits", "relative"])
+def test_a_second_start_lists_no_folder_and_gets_the_same(
+    below: str, root: Path, unread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (root / "val" / "dog" / "a.heic").write_bytes(b"")
     time.sleep(0.05)
-    first = opened(root)
+    monkeypatch.setattr(listing, "INDEXED_FROM", 4)
+    monkeypatch.chdir(root)
+    first = opened(Path(below) if below else root)
     unread()
-    again = opened(root)
+    again = opened(Path(below) if below else root)
+    assert again["train"].paths[1] == Path(below or root / "train", "cat", "1.png")
     for split, dataset in first.items():
         assert again[split].paths == dataset.paths
         assert len(again[split].warnings) == len(dataset.warnings) == (split == "val")
@@ -170,19 +176,6 @@ def test_other_folders_and_other_rules_have_another_index(root: Path, monkeypatc
     monkeypatch.setattr(listing, "EXTENSIONS", (*listing.EXTENSIONS, ".new"))
     monkeypatch.setattr(listing, "_ENDINGS", (*listing.EXTENSIONS,))
     assert len(listed(root)["train"]) == 4
-
-
-def test_classes_without_splits_and_relative_folders_have_one_too(
-    root: Path, unread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listing, "INDEXED_FROM", 4)
-    monkeypatch.chdir(root)
-    first = image_folder("train", cache_folder=str(root / "cache"))["train"]
-    first.keep_indexes()
-    unread()
-    again = image_folder("train", cache_folder=str(root / "cache"))["train"]
-    expected = [Path("train", name, f"{index}.png") for name in ("cat", "dog") for index in (0, 1)]
-    assert again.paths == first.paths == expected
 
 
 def test_a_run_keeps_it_in_the_cache_folder_and_says_if_it_cannot_and_eval_writes_none(
