@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tar_files import SMALL, Members, cls, encoded, pixels, samples, write_tar
+from tar_files import Members, cls, encoded, pixels, samples, write_tar
 
 from runner.base.errors import UserError
 from runner.data.sources import shards as module
@@ -286,24 +286,3 @@ def test_folders_without_shards_shards_without_images_and_too_few_names_are_name
         (folder / "classes.txt").write_bytes(names)
         with pytest.raises(UserError, match=r"classes\.txt"):
             shards(str(folder))
-
-
-def test_a_run_that_is_stopped_and_resumed_with_other_workers_has_the_bits_of_one_that_is_not(
-    folder: Path, accepted: Any
-) -> None:
-    words = ("train", *SMALL, f"data.root={folder}")
-    whole = accepted(*words)
-    stopped = accepted(*words, "max_steps=4")
-    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    cached = accepted(*words, "data.cache=disk", f"data.cache_dir={folder.parent / 'cache'}")
-    assert cached.summary["weights_sha256"] == whole.summary["weights_sha256"]
-
-
-def test_a_resumed_run_refuses_shards_with_another_image(folder: Path, run: Any) -> None:
-    stopped = run("train", *SMALL, f"data.root={folder}", "max_steps=4")
-    assert stopped.status == 0, stopped.err
-    write_tar(folder / "train" / "012.tar", samples([*range(12, 23), 41], cls))
-    refused = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
-    assert refused.status == 2
-    assert "other images" in refused.err + refused.out
