@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +71,8 @@ class Packer:
     def write(self, split: str, number: int) -> list[str]:
         """Write a shard and its index; returns why images were skipped. Raises `UserError` as `sample`, or if it cannot write."""
         path, skipped, first = self.path(split, number), [], number * self.config.shard_samples
-        samples = self._orders[split].slice(first, first + self.config.shard_samples).tolist()
+        order = EpochOrder(len(self.parts[split][1]), self.config.seed, 0, shuffle=split == "train")
+        samples = order.slice(first, first + self.config.shard_samples).tolist()
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
             for place in samples:
@@ -145,13 +144,6 @@ class Packer:
             [features.version(name) for name in ("pil", "jpg", "zlib")],
         ]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-    @functools.cached_property
-    def _orders(self) -> Mapping[str, EpochOrder]:
-        return {
-            split: EpochOrder(len(indices), self.config.seed, 0, shuffle=split == "train")
-            for split, (_, indices) in self.parts.items()
-        }
 
 
 def _png(image: Tensor, name: str) -> bytes:

@@ -133,8 +133,7 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
             raise UserError("data.root", f"{other} and {path} are two masks of one image")
     files = {path: _stem(path, images) for path in map(Path, listed[images][0])}
     if unread := listed[images][1]:
-        problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0]}"
-        raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
+        raise UserError("data.root", f"{len(unread):,} images are of a type that is not read, such as {unread[0]}")
     if missing := [name for name in files.values() if name not in by_name]:
         problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"
         raise UserError("data.root", problem, f"a mask for each, such as {masks.absolute() / missing[0]}.png")
