@@ -221,10 +221,16 @@ def test_samples_without_a_mask_or_with_other_objects_are_refused(
     assert raised.value.problems[0].key == "data.root"
 
 
-def test_a_forgotten_key_is_named(shapes: Path, accepted: Any, rejected: Any) -> None:
+def test_a_forgotten_key_is_named_and_packed_indexes_are_of_their_target_alone(
+    shapes: Path, accepted: Any, rejected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accepted("pack", *MASKS, "output=out")
     said = rejected("train", "task=segmentation", "data=shards", "data.root=out", "data.dataset.target=mask").err
     assert "data.images: is null, and data.dataset.target=mask" in said
+    with pytest.raises(UserError, match="has no class number"):
+        shards("out")
+    monkeypatch.setattr(module, "index_of", None)
+    assert len(shards("out", target="mask")["train"]) == 7
 
 
 def test_masks_need_names_of_classes_and_the_sizes_of_their_images(tmp_path: Path) -> None:
@@ -265,14 +271,6 @@ def test_tar_files_of_others_are_read(tmp_path: Path, layout: int) -> None:
     assert target["boxes"].tolist() == [[0, 0, 8, 16]]
     assert (target["labels"].tolist(), target["image_id"], target.keys() >= {"masks"}) == ([1], 1, False)
     assert shards(str(tmp_path), cache_folder=str(tmp_path / "cache"))["train"].targets.tolist() == [2, 2, 2]
-
-
-def test_packed_indexes_are_of_their_target_alone(shapes: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accepted("pack", *MASKS, "output=out")
-    with pytest.raises(UserError, match="has no class number"):
-        shards("out")
-    monkeypatch.setattr(module, "index_of", None)
-    assert len(shards("out", target="mask")["train"]) == 7
 
 
 @pytest.mark.parametrize("kind", ["masks", pytest.param("boxes", marks=needs("detection"))])

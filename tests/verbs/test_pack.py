@@ -191,16 +191,12 @@ def test_shards_are_packed_again_with_other_options(pack: Any, accepted: Any) ->
         (["data=digits"], "output", "out was begun with other data"),
         (["output=photos"], "output", "photos has other files"),
         (["output=null"], "output", "is missing"),
-        (
-            ["experiment=segmentation", "data=digits", "data.images=['0']"],
-            "data",
-            "are more than an image and its class",
-        ),
+        (["experiment=segmentation", "data=digits", "data.images=['0']"], "data", "are more than an image and its class"),
         (["data=digits", "output=s3://bucket/new"], "output", "is s3://bucket/new"),
         (["data=synthetic", "data.dataset.kind=regression", "output=new"], "data.dataset", "is not a class number"),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
+)  # fmt: skip
 def test_what_does_not_go_with_what_was_begun_is_refused(
     pack: Any, rejected: Any, photos: Path, words: list[str], key: str, reason: str
 ) -> None:
@@ -222,10 +218,7 @@ def test_shards_that_are_not_finished_are_not_trained_on(pack: Any) -> None:
     manifest = json.loads(Path("out/pack.json").read_text())
     assert manifest["samples"] == {"train": 40, "val": 6}
     Path("out/train/000003.tar").unlink()
-    for samples, reason in (
-        (manifest["samples"], "has 32 of the 40 images of 'train'"),
-        (None, "is not finished"),
-    ):
+    for samples, reason in ((manifest["samples"], "has 32 of the 40 images of 'train'"), (None, "is not finished")):
         Path("out/pack.json").write_text(json.dumps(manifest | {"samples": samples}))
         with pytest.raises(UserError, match=reason) as raised:
             shards("out")
