@@ -136,8 +136,8 @@ def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArr
                     if address == source.mirrors[-1]:
                         raise
 
-    paths = lambda: [path(file) for files in _IDX_FILES.values() for file in files]  # noqa: E731
-    return _read(name, paths, "unpacked or as .gz", arrays, fetch if download else None)
+    files = [file for pair in _IDX_FILES.values() for file in pair]
+    return _read(name, lambda: [*map(path, files)], "unpacked or as .gz", arrays, fetch if download else None)
 
 
 def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
@@ -177,8 +177,7 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
         classes = tuple(map(str, range(10) if is_svhn else data.classes))
         return ImageArrays(torch.from_numpy(images), torch.from_numpy(targets), classes)
 
-    paths = lambda: [inner / file for file in sums]  # noqa: E731
-    return _read(name, paths, by_hand, arrays, fetch if download else None)
+    return _read(name, lambda: [inner / file for file in sums], by_hand, arrays, fetch if download else None)
 
 
 def _read(
