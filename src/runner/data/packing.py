@@ -76,12 +76,9 @@ class Packer:
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
             for place in samples:
-                try:
-                    parts = self.sample(split, place)
-                except UserError as error:
-                    if not self.may_skip(error):
-                        raise
-                    skipped.append(str(error))
+                parts = self.attempt(split, place)
+                if isinstance(parts, str):
+                    skipped.append(parts)
                     continue
                 for name, part in parts.items():
                     member = tarfile.TarInfo(f"{place:09d}.{name}")  # of no time and no user
@@ -95,9 +92,14 @@ class Packer:
         write_atomically(index_file.path, index_file.content(index))
         return skipped
 
-    def may_skip(self, error: UserError) -> bool:
-        """Whether a sample with this error is skipped: as in training, if its file cannot be read; other errors name a key."""
-        return self.config.data.on_error == "skip" and not error.problems[0].key
+    def attempt(self, split: str, index: int) -> dict[str, bytes] | str:
+        """`sample`, or why it is skipped: as in training, if its file cannot be read; other errors name a key."""
+        try:
+            return self.sample(split, index)
+        except UserError as error:
+            if self.config.data.on_error != "skip" or error.problems[0].key:
+                raise
+            return str(error)
 
     def sample(self, split: str, index: int) -> dict[str, bytes]:
         """The files of a sample, by their extensions; raises `UserError` if it is not an image with what `target` says."""

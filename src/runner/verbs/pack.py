@@ -88,11 +88,7 @@ def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
     """Prepare the folder, or compare it with what is to be packed; returns what the bytes of the shards depend on."""
     config, folder, path = packer.config, packer.folder, packer.folder / MANIFEST
     for split in packer.parts:  # data that cannot be packed are refused before anything is written
-        try:
-            packer.sample(split, 0)
-        except UserError as error:
-            if not packer.may_skip(error):
-                raise
+        packer.attempt(split, 0)
     if config.max_side and any(getattr(dataset, "has_encodings", False) for dataset, _ in packer.parts.values()):
         problem = "is set, and an outline is a run-length encoding, which cannot be resized"
         raise UserError("max_side", problem, "null, or data.dataset.masks=false")
