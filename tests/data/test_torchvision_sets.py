@@ -321,6 +321,7 @@ def test_missing_files_are_named_with_the_folder_and_the_remedy_also_if_a_downlo
             build(str(tmp_path), download)
         for part in (str(folder), f": {first}", "not found there", source):
             assert part in str(caught.value)
+        assert "\n" not in caught.value.problems[0].message
 
 
 def test_a_damaged_file_is_named_and_never_unpickled(tmp_path, monkeypatch):
