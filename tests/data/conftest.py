@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import drawn_objects
 import pytest
+from extras import needs
 from s3_server import Store, s3_store, upload
 from tar_files import cls, samples, write_tar
 
@@ -41,6 +42,24 @@ def store(server: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.Monke
     server.faults.clear()
     server.seen.clear()
     return server
+
+
+@pytest.fixture(params=["folder", pytest.param("store", marks=needs("remote"))])
+def root(request: pytest.FixtureRequest, folder: Path) -> str:
+    """The shards, in a folder or in a store."""
+    return str(folder) if request.param == "folder" else str(request.getfixturevalue("store").url)
+
+
+@pytest.fixture
+def put(root: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[Path, bytes], None]:
+    """Write a file of the folder of shards, and below `root`."""
+
+    def call(path: Path, content: bytes) -> None:
+        path.write_bytes(content)
+        if "://" in root:
+            request.getfixturevalue("server").put(f"{tmp_path.name}/{path.relative_to(folder)}", content)
+
+    return call
 
 
 @pytest.fixture

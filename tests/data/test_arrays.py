@@ -27,32 +27,28 @@ def test_items_are_image_and_target_also_of_a_copy():
         assert (target.item(), len(each), each.classes) == (1, 6, ("a", "b"))
 
 
-def test_regression_targets_have_no_classes():
-    images = torch.zeros(2, 1, 3, 3, dtype=torch.uint8)
-    assert ImageArrays(images, torch.tensor([0.5, -1.0])).classes == ()
-    with pytest.raises(ValueError, match="no classes"):
-        ImageArrays(images, torch.tensor([0.5, -1.0]), ("a",))
-    with pytest.raises(ValueError, match="finite"):
-        ImageArrays(images, torch.tensor([0.5, float("nan")]))
+BLANK = torch.zeros(2, 1, 3, 3, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
-    ("images", "targets", "message"),
+    ("images", "targets", "classes", "message"),
     [
-        (torch.zeros(2, 1, 3, 3), torch.tensor([0, 1]), "uint8"),
-        (torch.zeros(2, 3, 3, dtype=torch.uint8), torch.tensor([0, 1]), r"\(N, C, H, W\)"),
-        (torch.zeros(0, 1, 3, 3, dtype=torch.uint8), torch.zeros(0, dtype=torch.int64), "empty"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1, 1]), "one for each image"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([[0], [1]]), r"\(2, 1\)"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1], dtype=torch.int32), "int32"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 2]), "from 0 to 2"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([-1, 1]), "from -1 to 1"),
-        (torch.zeros(2, 1, 3, 3, dtype=torch.uint8, device="meta"), torch.tensor([0, 1]), "on the cpu"),
+        (BLANK.float(), torch.tensor([0, 1]), ("a", "b"), "uint8"),
+        (BLANK[:, 0], torch.tensor([0, 1]), ("a", "b"), r"\(N, C, H, W\)"),
+        (BLANK[:0], torch.tensor([0, 1])[:0], ("a", "b"), "empty"),
+        (BLANK, torch.tensor([0, 1, 1]), ("a", "b"), "one for each image"),
+        (BLANK, torch.tensor([[0], [1]]), ("a", "b"), r"\(2, 1\)"),
+        (BLANK, torch.tensor([0, 1], dtype=torch.int32), ("a", "b"), "int32"),
+        (BLANK, torch.tensor([0, 2]), ("a", "b"), "from 0 to 2"),
+        (BLANK, torch.tensor([-1, 1]), ("a", "b"), "from -1 to 1"),
+        (BLANK.to("meta"), torch.tensor([0, 1]), ("a", "b"), "on the cpu"),
+        (BLANK, torch.tensor([0.5, -1.0]), ("a",), "no classes"),
+        (BLANK, torch.tensor([0.5, float("nan")]), (), "finite"),
     ],
 )
-def test_wrong_tensors_are_refused(images, targets, message):
+def test_wrong_tensors_are_refused(images, targets, classes, message):
     with pytest.raises(ValueError, match=message):
-        ImageArrays(images, targets, ("a", "b"))
+        ImageArrays(images, targets, classes)
 
 
 @pytest.fixture(scope="module")

@@ -204,6 +204,8 @@ def test_inside_an_epoch_a_run_refuses_another_window_and_other_shards(root: Pat
     stopped = train(*SMALL, f"data.root={root}", "data.shuffle_window=2", "epochs=2", "max_steps=5")
     resume = ("train", f"ckpt_path={stopped.directory}", "max_steps=null")
     assert "data.shuffle_window: cannot change when resuming inside" in rejected(*resume, "data.shuffle_window=3").err
+    write_tar(root / "006.tar", samples([*range(6, 11), 41], cls))
+    assert "has other images" in rejected(*resume).err
     # The same images in the same order, in another number of files
     write_tar(root / "000.tar", samples(range(12), cls))
     (root / "006.tar").unlink()

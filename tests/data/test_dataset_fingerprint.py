@@ -94,12 +94,6 @@ def folder(root: Path) -> Path:
     return root
 
 
-def exchange(one: Path, other: Path) -> None:
-    ours, theirs = one.read_bytes(), other.read_bytes()
-    one.write_bytes(theirs)
-    other.write_bytes(ours)
-
-
 def own(root: Path) -> ImageFolder:
     return image_folder(str(root), image_size=4)["train"]
 
@@ -109,15 +103,12 @@ def test_files_of_a_folder_that_are_moved_or_of_another_size_are_other_data(list
     root = folder(tmp_path / "one")
     before = of(listed(root))
     assert before == of(listed(folder(tmp_path / "elsewhere")))
-    exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")  # of different sizes
+    (root / "a" / "30.bmp").write_bytes((root / "b" / "31.bmp").read_bytes())  # of another size
     now = of(listed(root))
     assert "'train' has other files" in data_changes(before, now, lambda: now)[0]
-    exchange(root / "a" / "30.bmp", root / "b" / "31.bmp")
     (root / "a" / "30.bmp").rename(root / "b" / "30.bmp")
-    (root / "b" / "31.bmp").rename(root / "a" / "31.bmp")
     now = of(listed(root))
-    (clause,) = data_changes(before, now, lambda: now)
-    assert clause.startswith("'train' has other ")
+    assert "'train' has other targets" in data_changes(before, now, lambda: now)[0]
 
 
 def test_a_file_that_is_gone_is_reported_where_it_is_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,16 @@ def test_annotations_name_no_files_outside_of_the_root(kind: str, drawn: Path, t
     files, up = [Path(name).name for name in whole], "../images/train"
 
     def read(root: Path, names: list[str]) -> Any:
-        if kind == "coco":
-            contents = json.loads((drawn / "train.json").read_text())
-            for image, name in zip(contents["images"], names, strict=True):
-                image["file_name"] = name
-            (inner / "a.json").write_text(json.dumps(contents))
-            return coco(str(root), ".", str(inner / "a.json"))["train"]
-        if kind == "yolo":
-            (inner / "data.yaml").write_text(f"names: [tall, wide]\ntrain: {Path(names[0]).parent}\n")
-            return yolo(str(root), str(inner / "data.yaml"))["train"]
+        contents = json.loads((drawn / "train.json").read_text())
+        for image, name in zip(contents["images"], names, strict=True):
+            image["file_name"] = name
+        (inner / "coco").write_text(json.dumps(contents))
+        (inner / "yolo").write_text(f"names: [tall, wide]\ntrain: {Path(names[0]).parent}\n")
         (inner / "a.csv").write_text("".join(["image,label\n", *(f"{name},1\n" for name in names)]))
-        return image_table(str(root), str(inner / "a.csv"))["train"]
+        if kind == "csv":
+            return image_table(str(root), str(inner / "a.csv"))["train"]
+        more = ["."] if kind == "coco" else []
+        return {"coco": coco, "yolo": yolo}[kind](str(root), *more, str(inner / kind))["train"]
 
     for root in (inner, tmp_path / "link"):
         for names in (whole, [f"../{up}/{name}" for name in files]):
@@ -89,8 +89,7 @@ def test_masks_are_those_of_polygons_and_run_lengths(drawn: Path) -> None:
             each["segmentation"]["counts"] = each["segmentation"]["counts"].decode()
             if number == 1:  # as COCO has those of crowds
                 plane = mask.decode(each["segmentation"]).T.ravel()
-                ends = [0, *(place for place in range(1, len(plane)) if plane[place] != plane[place - 1]), len(plane)]
-                counts = [int(end - begin) for begin, end in itertools.pairwise(ends)]
+                counts = [len([*group]) for _, group in itertools.groupby(plane)]
                 each["segmentation"]["counts"] = [0, *counts] if plane[0] else counts
 
     polygons = [target["masks"] for _, target in read_coco(drawn, masks=True)["train"]]
@@ -152,9 +151,7 @@ def test_a_file_that_is_cut_or_missing_is_named(drawn: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*val.json: it is not a regular file"):
         read_coco(drawn)
     path.unlink()
-    with pytest.raises(
-        UserError, match=r"^data.dataset.val_annotations: .*val.json\n.*train_annotations=train.json .*=null"
-    ):
+    with pytest.raises(UserError, match=r"^data.dataset.val_annotations: .*val.json\n.*annotations=train.json .*=null"):
         read_coco(drawn)
     (drawn / "images/train").rename(drawn / "photos")
     with pytest.raises(UserError, match=r"^data.dataset.train_images: there is no folder .*images/train, .*000.png"):
@@ -166,31 +163,29 @@ def test_run_lengths_of_another_size_are_refused_before_they_are_decoded(drawn: 
     far = {"size": [46000, 46000], "counts": [0, 46000 * 46000]}
     changed(drawn / "train.json", lambda it: it["annotations"][0].update(segmentation=far))
     train = read_coco(drawn, masks=True)["train"]
-    with pytest.raises(
-        UserError, match=r"its run-length encoding has the size \[46000, 46000\], and the image \[32, 40\]"
-    ):
+    with pytest.raises(UserError, match=r"run-length encoding has the size \[46000, 46000\], and the image \[32, 40\]"):
         list(train)
 
 
-@pytest.mark.parametrize(
-    ("root", "reason", "advice"),
-    [
-        ("gone", "does not exist", "gonex"),
-        ("a.yaml", "is not a folder", "data=yolo"),
-        ("only", "there is no file", "data.dataset.train_annotations=a.json data.dataset.train_images=FOLDER"),
-    ],
-)
-def test_a_root_that_has_no_files_of_coco_is_named_with_what_to_set(
-    tmp_path: Path, root: str, reason: str, advice: str
-) -> None:
+def test_a_root_that_has_no_files_of_coco_is_named_with_what_to_set(tmp_path: Path) -> None:
     for name in ("gonex/a", "only/a.json", "a.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    with pytest.raises(UserError, match=rf"{reason}(.|\n)*{advice}"):
-        coco(str(tmp_path / root), "images", "annotations.json")
+    for root, reason in (
+        ("gone", "does not exist.*gonex"),
+        ("a.yaml", r"is not a folder\n.*data=yolo"),
+        ("only", r"there is no file .*\n.*data\.dataset\.train_annotations=a\.json data\.dataset\.train_images=FOLDER"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            coco(str(tmp_path / root), "images", "annotations.json")
 
 
-def test_relative_and_absolute_file_names_have_one_fingerprint(drawn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_absolute_file_names_have_one_fingerprint_and_other_annotations_are_other_data(
+    drawn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_coco(drawn)["train"]
+    changed(drawn / "train.json", lambda it: it["annotations"][-1].update(category_id=3, bbox=[0, 0, 5, 5]))
+    assert (read_coco(drawn)["train"].targets != before.targets).tolist() == [False] * 4 + [True]
     monkeypatch.chdir(drawn)
     changed(drawn / "train.json", lambda it: it["images"][0].update(file_name=str(drawn / "images/train/000.png")))
     train = read_coco(Path())["train"]
@@ -208,12 +203,6 @@ def test_images_of_another_size_and_boxes_a_little_outside_or_without_an_area(dr
     assert images[0][1]["boxes"].tolist() == [[30, 2, 40, 6]]
     with pytest.raises(UserError, match=r"40x32 pixels, and its annotations say 48x32"):
         images[1]
-
-
-def test_other_annotations_are_other_data(drawn: Path) -> None:
-    before = read_coco(drawn)["train"]
-    changed(drawn / "train.json", lambda it: it["annotations"][-1].update(category_id=3, bbox=[0, 0, 5, 5]))
-    assert (read_coco(drawn)["train"].targets != before.targets).tolist() == [False] * 4 + [True]
 
 
 def test_transforms_keep_what_belongs_to_an_object_together(drawn: Path) -> None:
@@ -263,3 +252,157 @@ def test_polygons_without_an_area_or_far_outside_of_the_image_are_refused(
     assert len(read_coco(drawn)["train"]) == 5
     with pytest.raises(UserError, match=rf"polygon of annotations\[0\].* {reason}"):
         read_coco(drawn, masks=True)
+
+
+NESTED = "names: " + "[" * 2000 + "]" * 2000
+ALIASES = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else 'x'] * 9)}]\n" for n in range(20)) + "names: *a19"
+
+
+def test_yolo_has_the_same_objects(drawn: Path) -> None:
+    (drawn / "data.yaml").write_text("names: {0: tall, 1: wide}\ntrain: ../images/train\nval: images/val\n")
+    for made in (yolo(str(drawn)), yolo(str(drawn), "other.yaml"), yolo(str(drawn / "data.yaml"))):
+        assert made["val"].classes == ("tall", "wide")
+        for (image, target), (other, expected) in zip(made["train"], read_coco(drawn)["train"], strict=True):
+            assert image.equal(other)
+            torch.testing.assert_close(target["boxes"], expected["boxes"], rtol=0, atol=1e-4)
+            assert target["labels"].equal(expected["labels"])
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "classes"),
+    [
+        ("data.yaml", "names: {1: tall, 3: no}\n", ("0", "tall", "2", "no")),
+        ("classes.txt", "tall\n\nwide\n\n", ("tall", "1", "wide")),
+    ],
+)
+def test_names_of_yolo_may_skip_numbers(drawn: Path, file: str, content: str, classes: tuple[str, ...]) -> None:
+    (drawn / file).write_text(content)
+    for path in (drawn / "labels").rglob("*.txt"):
+        path.write_text(f"{len(classes) - 1} 0.5 0.5 0.5 0.5\n")
+    train = yolo(str(drawn))["train"]
+    assert train.classes == classes
+    assert train[0][1]["labels"].tolist() == [len(classes)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("data.yaml", NESTED, "levels of nesting"),
+        ("data.yaml", ALIASES, "values with those that aliases stand for"),
+        ("data.yaml", "names: {0: r, 20000000: far}", "20,000,001 numbers of classes"),
+        ("data.yaml", "names: [" + "x, " * 200_000 + "]", "values with"),
+        ("data.yaml", None, "not a regular file"),
+        ("classes.txt", None, "not a regular file"),
+    ],
+    ids=["nested", "aliases", "far", "many", "pipe", "names"],
+)
+def test_a_description_costs_no_more_than_it_can_hold(drawn: Path, name: str, content: str | None, reason: str) -> None:
+    if content is None:
+        (drawn / name).unlink(missing_ok=True)
+        os.mkfifo(drawn / name)
+    else:
+        (drawn / name).write_text(content)
+    with pytest.raises(UserError, match=reason):
+        yolo(str(drawn))
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("2 0.5 0.5 0.2 0.2", "class 2"),
+        ("0 0.5 0.5 0.2", "pairs"),
+        ("0 0.5 0.5 1.2 0.2", "outside"),
+        ("0 20 16 8 10", "these look like pixels: divide x and width"),
+        ("0", "box"),
+        ("0_1 0.5 0.5 0.2 0.2", "not a number"),
+        ("0 0.5 0.5 -0.2 0.2", "is empty"),
+        ("0 0.5 0.5 -0.2 -0.2", "is empty"),
+    ],
+)
+def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: str, reason: str) -> None:
+    file = drawn / "labels" / "train" / "001.txt"
+    file.write_text(f"1 0.5 0.5 0.5 0.5\n{line}\n")
+    with pytest.raises(UserError, match=r"line 2 of .*001.txt") as caught:
+        yolo(str(drawn))
+    assert reason in str(caught.value)
+    images = yolo(str(drawn), on_error="skip")["train"]
+    assert len(images[0][1]["labels"]) == 1
+    with pytest.raises(UserError, match=r"line 2 of .*001.txt"):
+        images[1]
+
+
+def test_key_points_of_yolo_follow_the_box(drawn: Path) -> None:
+    (drawn / "data.yaml").write_text("names: [tall, wide]\n")
+    expected = [target["boxes"] for _, target in yolo(str(drawn))["train"]]
+    for file in (drawn / "labels").rglob("*.txt"):
+        file.write_text("".join(f"{line} 0.9 0.1 1 0.2 0.8 1\n" for line in file.read_text().splitlines()))
+    for shape in ("[2, 3]", "[3, 2]"):
+        (drawn / "data.yaml").write_text(f"names: [tall, wide]\nkpt_shape: {shape}\n")
+        assert all(box.equal(each[1]["boxes"]) for box, each in zip(expected, yolo(str(drawn))["train"], strict=True))
+    (drawn / "labels/train/000.txt").write_text("0 0.5 0.5 0.2 0.2 0.4 0.4\n")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt.* the 6 numbers of kpt_shape"):
+        yolo(str(drawn))
+
+
+def test_yolo_finds_labels_of_another_unicode_form_and_counts_doubled_lines(drawn: Path) -> None:
+    train = yolo(str(drawn))["train"]
+    expected = train[0][1]["boxes"]
+    assert not train.warnings
+    (drawn / "images/train/000.png").rename(drawn / "images/train/000\u00e9.png")
+    text = (drawn / "labels/train/000.txt").rename(drawn / "labels/train/000e\u0301.txt")
+    assert yolo(str(drawn))["train"][0][1]["boxes"].equal(expected)
+    text.write_text(2 * text.read_text())
+    (warning,) = yolo(str(drawn))["train"].warnings
+    assert warning.startswith("images with two objects of one box and class: 1, such as")
+    (drawn / "classes.txt").write_text("\u00e9\ne\u0301\n")
+    with pytest.raises(UserError, match=r"classes.txt has two classes of one name"):
+        yolo(str(drawn))
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe", "upper case"])
+def test_a_text_file_of_yolo_that_cannot_be_read_is_not_an_image_without_objects(drawn: Path, kind: str) -> None:
+    path = drawn / "labels/train/001.txt"
+    path.rename(other := path.with_name("001.TXT"))
+    make: Any = {"link": lambda: path.symlink_to("gone.txt"), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}
+    if kind in make:
+        other.unlink()
+        make[kind]()
+    reason = r"cannot read .*001.txt: (no such file|it is not a regular file)"
+    with pytest.raises(UserError, match=reason if kind in make else r"train/001.TXT must be named 001.txt, as its im"):
+        yolo(str(drawn))
+
+
+def test_text_files_of_yolo_may_be_beside_the_images_and_must_be_somewhere(drawn: Path) -> None:
+    expected = [*yolo(str(drawn))["train"]]
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: pictures\nval: pictures\n")
+    (drawn / "images" / "train").rename(drawn / "pictures")
+    with pytest.raises(UserError, match=r"no image of 'train' has an object.*pictures/004.txt"):
+        yolo(str(drawn))
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: images/val\n")
+    (drawn / "labels" / "val").rename(drawn / "labels" / "valid")
+    with pytest.raises(UserError, match=r"no image of 'train' has an object: there is no folder .*labels/val"):
+        yolo(str(drawn))
+    (drawn / "data.yaml").write_text("names: [tall, wide]\ntrain: pictures\nval: pictures\n")
+    for file in (drawn / "labels" / "train").iterdir():
+        file.rename(drawn / "pictures" / file.name)
+    for (_, target), (_, other) in zip(yolo(str(drawn))["train"], expected, strict=True):
+        assert target["boxes"].equal(other["boxes"])
+
+
+def test_yolo_below_the_current_folder_and_text_files_of_other_editors(
+    drawn: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (drawn / "classes.txt").write_text("tall\nwide\n", encoding="utf-8-sig")
+    expected = [target["boxes"] for _, target in yolo(str(drawn))["train"]]
+    monkeypatch.chdir(drawn)
+    file = drawn / "labels" / "train" / "000.txt"
+    file.write_text("\n" + file.read_text() + "\n \n", encoding="utf-8-sig")
+    made = yolo(".")
+    assert made["train"].classes == ("tall", "wide")
+    for box, (_, target) in zip(expected, made["train"], strict=True):
+        assert box.equal(target["boxes"])
+    file.write_bytes(b"0 \xff")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt"):
+        yolo(".")
+    with pytest.raises(UserError, match=r"line 1 of .*000.txt"):
+        yolo(".", on_error="skip")["train"][0]

@@ -1,10 +1,15 @@
-"""Images in folders: which are found, in which order, and what is said where there are none."""
+"""Images in folders: which are found, in which order, what is said where there are none, and the index of many."""
+
+from __future__ import annotations
 
 import contextlib
 import json
 import os
 import pickle
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +20,9 @@ from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.loaders import BatchPlan
 from runner.data.samples import SeededDataset
-from runner.data.sources.folders import image_folder
+from runner.data.sources import listing
+from runner.data.sources.folders import ImageFolder, image_folder
+from runner.data.sources.listing import folders_below, list_classes
 from runner.data.workers import WorkerLoader
 
 
@@ -23,6 +30,12 @@ def _save(path: Path, color=(10, 20, 30), size=(6, 4), mode="RGB", **options) ->
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new(mode, size, color).save(path, **options)
     return path
+
+
+RUN = (
+    "data=image_folder", "data.image_size=8", "data.num_workers=0", "data.batch_size=4", "model=mlp", "model.hidden=[4]",
+    "device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -72,9 +85,7 @@ def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnail
     assert [path.name for path in made.paths[:7]] == names
     assert made.classes == ("cat", "dog")
     assert [made[index][0].shape for index in range(7)] == [(3, 4, 6)] * 7
-    words = ("data=image_folder", f"data.root={root}", "data.image_size=8", "data.batch_size=4", "data.num_workers=0")
-    words += ("model=mlp", "model.hidden=[4]", "epochs=1", "device=cpu", "threads=1", "hydra.run.dir=mine")
-    result = run("train", *words)
+    result = run("train", *RUN, f"data.root={root}", "hydra.run.dir=mine")
     assert result.status == 0
     assert "train: images of types that are not read here (.heic" in result.out + result.err
     assert "are skipped: 2" in result.out + result.err
@@ -85,9 +96,7 @@ def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnail
 def test_classes_whose_names_are_not_utf8_are_evaluated(root, run, workdir):
     for split in ("train", "test"):
         (root / split / "cat").rename(root / split / os.fsdecode(b"caf\xe9"))
-    words = (f"data.root={root}", "data.image_size=8", "data.batch_size=2", "model=mlp", "model.hidden=[4]", "epochs=1")
-    words += ("data=image_folder", "device=cpu", "threads=1", "logger=none", "hydra.run.dir=mine", "data.num_workers=0")
-    assert run("train", *words).status == 0
+    assert run("train", *RUN, f"data.root={root}", "hydra.run.dir=mine").status == 0
     result = run("eval", "ckpt_path=mine")
     assert (result.status, Path("mine/plots/confusion_test.png").is_file()) == (0, True), result.err
 
@@ -105,49 +114,38 @@ def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
     assert image_folder(str(root))["train"].targets.tolist() == [0] * 4 + [1] * 3
 
 
-def test_odd_file_names_survive(root):
+def test_odd_file_names_survive_and_indices_count_from_the_end_and_stop_there(root):
     name = "ü ñ\n%s.png"
     _save(root / "train/cat" / name)
     train = image_folder(str(root))["train"]
     assert train.paths[3].name == name
     assert train[3][0].shape == (3, 4, 6)
-
-
-def test_indices_count_from_the_end_and_stop_there(root):
-    train = image_folder(str(root))["train"]
-    assert train.path(-1) == train.paths[5]
-    for index in (6, -7):
+    assert train.path(-1) == train.paths[6]
+    for index in (7, -8):
         with pytest.raises(IndexError):
             train[index]
 
 
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("made", "opened", "message"),
     [
-        (lambda root: root / "gone", "data.root: .*gone does not exist"),
-        (lambda root: root / "train/cat/0.png", "0.png is not a folder"),
-        (lambda root: root / "train/cat", "one folder of images for each class; there are only images of no class"),
-        (lambda root: (root / "e").mkdir() or root / "e", "for each class; there is none"),
-        (
-            lambda root: [(root / "m" / name).mkdir(parents=True) for name in ("images", "masks")] and root / "m",
-            r"images and masks, and no classes\n.*experiment=segmentation",
-        ),
-        (lambda root: [(root / s / "bird").mkdir() for s in ("train", "test")] and root, "folder .*train/bird has no"),
-        (
-            lambda root: [(root / s / e).mkdir() for s in ("train", "test") for e in ("\u00e9", "e\u0301")] and root,
-            "two classes of one name",
-        ),
-        (lambda root: _save(root / "train/bird/0.png") and root, "bird only in .*train"),
-        (lambda root: _save(root / "test/bird/0.png") and root, "bird only in .*test"),
-        (
-            lambda root: (root / "train").rename(root / "training") and root,
-            r"test but no folder 'train'.*\n.*train_folder",
-        ),
+        ((), "gone", "data.root: .*gone does not exist"),
+        ((), "train/cat/0.png", "0.png is not a folder"),
+        ((), "train/cat", "one folder of images for each class; there are only images of no class"),
+        (("e",), "e", "for each class; there is none"),
+        (("m/images", "m/masks"), "m", r"images and masks, and no classes\n.*experiment=segmentation"),
+        (("train/bird", "test/bird"), "", "folder .*train/bird has no"),
+        ([f"{split}/{name}" for split in ("train", "test") for name in ("\u00e9", "e\u0301")], "", "two classes of one name"),
+        (("train/bird",), "", "bird only in .*train"),
+        (("test/bird",), "", "bird only in .*test"),
+        ((), "half", r"test but no folder 'train'.*\n.*train_folder"),
     ],
-)
-def test_folders_that_cannot_be_a_data_set_are_reported(root, prepare, message):
+)  # fmt: skip
+def test_folders_that_cannot_be_a_data_set_are_reported(root, made, opened, message):
+    for folder in (*made, "half/test/cat"):
+        (root / folder).mkdir(parents=True)
     with pytest.raises(UserError, match=message):
-        image_folder(str(prepare(root)))
+        image_folder(str(root / opened))
 
 
 def test_the_message_survives_a_loader_worker(root):
@@ -201,10 +199,7 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
         for color, name in enumerate(("cat", "dog")):
             for number in range(count):
                 _save(workdir / "images" / split / name / f"{number}.png", (color * 200, number, 0), (8, 8))
-    words = ("data=image_folder", "data.root=images", "data.image_size=8", "data.num_workers=0", "model=mlp")
-    words += ("model.hidden=[4]", "device=cpu", "threads=1", "logger=none", "log.curves=false", "epochs=1")
-    words += ("data.batch_size=4",)
-    result = accepted("train", *words, "hydra.run.dir=mine")
+    result = accepted("train", *RUN, "data.root=images", "hydra.run.dir=mine")
     assert "images (image_folder), 3x8x8, 2 classes, 20 train, 8 val\n" in result.out
     assert "not tested: there is no test split" in result.out
     summary = json.loads(Path("mine/summary.json").read_text())
@@ -213,7 +208,182 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
     result = rejected("eval", "ckpt_path=mine", "split=test", "device=cpu")
     assert "split: this data has no 'test' split" in result.err
     # A checkpoint of a run that divided `train` keeps its splits, also where the data are selected again.
-    asked = run("train", *words, "data.split.test=0.2", "hydra.run.dir=asked")
+    asked = run("train", *RUN, "data.root=images", "data.split.test=0.2", "hydra.run.dir=asked")
     assert "16 train, 8 val, 4 test" in asked.out
-    resumed = accepted("train", *words[:-2], "epochs=2", "ckpt_path=asked")
+    resumed = accepted("train", *RUN[:-1], "data.root=images", "epochs=2", "ckpt_path=asked")
     assert "16 train, 8 val, 4 test" in resumed.out
+
+
+@pytest.fixture
+def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(listing, "INDEXED_FROM", 8)
+    monkeypatch.setattr(listing, "_SETTLED_S", 0.02)
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            for index in range(2):
+                _save(tmp_path / "images" / split / name / f"{index}.png")
+    time.sleep(0.05)  # an index is made of folders that have been left alone for a while
+    return tmp_path / "images"
+
+
+def opened(many: Path, **settings: Any) -> dict[str, ImageFolder]:
+    """The data sets of a run, which keeps its index."""
+    made = image_folder(str(many), cache_folder=str(many.with_name("cache")), **settings)
+    assert made["train"].keep_indexes() == []
+    return made
+
+
+def listed(many: Path, **settings: Any) -> dict[str, list[Path]]:
+    return {split: dataset.paths for split, dataset in opened(many, **settings).items()}
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From now on, listing a folder of images is an error."""
+
+    def refuse(folder: Path, times: Any) -> None:
+        raise AssertionError(f"{folder} is listed again")
+
+    return lambda: monkeypatch.setattr(listing, "folders_below", refuse)
+
+
+def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Path) -> None:
+    images = [tmp_path / "class" / name for name in ("b/1.png", "b-c/1.png", "b.png", "a/z/1.PNG", "a/0.png", "ab.jpg")]
+    for path in (*images, tmp_path / "class" / ".hidden.png"):
+        _save(path)
+    (tmp_path / "class" / "x.txt").write_text("")
+    times: listing.Times = {}
+    files, classes = list_classes(tmp_path, ["class"], times)
+    assert [Path(os.fsdecode(name)) for name in files.all_names()] == sorted(images)
+    assert len(files) == len(classes) == 6
+    assert {Path(path).name for path in times} == {"class", "a", "z", "b", "b-c"}
+
+
+@pytest.mark.parametrize("below", ["", "train"], ids=["splits", "relative"])
+def test_a_second_start_lists_no_folder_and_gets_the_same(
+    below: str, many: Path, unread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (many / "val" / "dog" / "a.heic").write_bytes(b"")
+    time.sleep(0.05)
+    monkeypatch.setattr(listing, "INDEXED_FROM", 4)
+    monkeypatch.chdir(many)
+    first = opened(Path(below) if below else many)
+    unread()
+    again = opened(Path(below) if below else many)
+    assert again["train"].paths[1] == Path(below or many / "train", "cat", "1.png")
+    for split, dataset in first.items():
+        assert again[split].paths == dataset.paths
+        assert len(again[split].warnings) == len(dataset.warnings) == (split == "val")
+        assert again[split].targets.tolist() == dataset.targets.tolist() == [0, 0, 1, 1]
+        assert again[split].fingerprint() == dataset.fingerprint()
+        assert again[split][3][1] == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda many: _save(many / "train" / "cat" / "7.png"),
+        lambda many: (many / "val" / "dog" / "1.png").unlink(),
+        lambda many: (many / "train" / "dog" / "1.png").rename(many / "train" / "dog" / "9.png"),
+        lambda many: _save(many / "train" / "cat" / "deeper" / "1.png"),
+        lambda many: [_save(many / split / "eel" / "1.png") for split in ("train", "val")],
+    ],
+    ids=["added", "removed", "renamed", "nested", "class"],
+)
+def test_a_change_of_a_folder_is_seen(many: Path, change: Callable[[Path], object]) -> None:
+    before = listed(many)
+    change(many)
+    assert listed(many) != before
+    assert listed(many) == {
+        split: [path for folder in sorted((many / split).iterdir()) for path in sorted(folder.rglob("*.png"))]
+        for split in ("train", "val")
+    }
+
+
+def test_a_file_that_comes_while_the_others_are_listed_is_seen_by_the_next_start(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(folder: Path, times: Any = None) -> Any:
+        yield from folders_below(folder, times)
+        _save(many / "train" / "cat" / "late.png")
+
+    monkeypatch.setattr(listing, "folders_below", slow)
+    monkeypatch.setattr(listing, "_SETTLED_S", -60.0)  # as if the clock of the file system were late
+    assert len(listed(many)["train"]) == 4
+    monkeypatch.setattr(listing, "folders_below", folders_below)
+    assert len(listed(many)["train"]) == 5
+
+
+def test_a_file_that_was_overwritten_is_not_read(many: Path) -> None:
+    opened(many)
+    _save(many / "train" / "cat" / "1.png", size=(60, 40))
+    dataset = opened(many)["train"]
+    dataset[0]
+    with pytest.raises(UserError, match=r"cat/1\.png has another size than when the files were listed") as caught:
+        dataset[1]
+    assert f"touch {many / 'train' / 'cat'}" in str(caught.value)
+    (many / "train" / "cat").touch()
+    assert opened(many)["train"][1][0].shape == (3, 40, 60)
+
+
+def test_no_index_is_made_of_few_files_or_where_a_change_would_not_be_seen(
+    many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(**changes: Any) -> bool:
+        with monkeypatch.context() as patch:
+            for name, value in changes.items():
+                patch.setattr(listing, name, value)
+            opened(many)
+        return many.with_name("cache").exists()
+
+    assert not kept(_SETTLED_S=60.0), "a folder was changed a moment ago"
+    assert not kept(INDEXED_FROM=9), "there are few files"
+    assert not kept(times_of=lambda folder: [5, 5, 5]), "all folders have one time of change"
+    image_folder(str(many), cache_folder=str(many / "train"))["train"].keep_indexes()
+    assert not list((many / "train").glob("*.index")), "the index would change the folder"
+    (link := many / "train" / "cat" / "more").symlink_to(many / "absent")
+    time.sleep(0.05)
+    assert not kept(), "a link leads nowhere yet"
+    link.unlink()
+    time.sleep(0.05)
+    assert kept()
+
+
+def test_a_damaged_index_is_not_used(many: Path) -> None:
+    whole = listed(many)
+    (index,) = many.with_name("cache").iterdir()
+    for length in (0, 100, index.stat().st_size // 2):
+        os.truncate(index, length)
+        assert listed(many) == whole
+        assert index.stat().st_size > 200, "it is written again"
+
+
+def test_other_folders_and_other_rules_have_another_index(many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = listed(many)
+    assert listed(many, val_folder="nothing") == {"train": whole["train"]}
+    (many / "train" / "cat" / "1.png").rename(many / "train" / "cat" / "1.new")
+    (many / "train" / "cat").touch()
+    time.sleep(0.05)
+    assert len(listed(many)["train"]) == 3
+    monkeypatch.setattr(listing, "EXTENSIONS", (*listing.EXTENSIONS, ".new"))
+    monkeypatch.setattr(listing, "_ENDINGS", (*listing.EXTENSIONS,))
+    assert len(listed(many)["train"]) == 4
+
+
+def test_a_run_keeps_it_in_the_cache_folder_and_says_if_it_cannot_and_eval_writes_none(
+    many: Path, accepted: Any, tmp_path: Path, unread: Callable[[], None]
+) -> None:
+    words = ("train", *RUN, f"data.root={many}", "max_steps=1", "evaluate.test=false", "name=x")
+    (tmp_path / "file").write_text("")
+    said = accepted(*words, f"data.cache_dir={tmp_path / 'file'}")
+    assert "cannot keep what is known of the files of data in" in said.out + said.err
+    first = accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
+    assert "no effect" not in first.out + first.err
+    (index,) = (tmp_path / "kept").iterdir()
+    index.unlink()
+    accepted("eval", f"ckpt_path={first.directory}", "split=val")
+    assert not list((tmp_path / "kept").iterdir()), "only a training names the folder itself"
+    accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
+    unread()
+    again = accepted(*words, f"data.cache_dir={tmp_path / 'kept'}")
+    assert again.summary["weights_sha256"] == first.summary["weights_sha256"] == said.summary["weights_sha256"]

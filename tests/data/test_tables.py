@@ -98,11 +98,8 @@ def test_a_column_gives_the_splits_and_another_the_groups(write: Write) -> None:
     assert found["val"].classes == ("cat", "dog"), "the same in every split"
     assert found["train"].groups == ["a", "b", "c"]
     assert int(found["test"][0][0][0, 0, 0]) == 2
-
-
-def test_a_column_is_valid_is_true_for_validation(write: Write) -> None:
-    root = write(label=ANIMALS, is_valid=["False", "True", "False", "False", "True", "False"])
-    found = image_table(str(root), "labels.csv", split_column="is_valid")
+    root = write("other.csv", label=ANIMALS, is_valid=["False", "True", "False", "False", "True", "False"])
+    found = image_table(str(root), "other.csv", split_column="is_valid")
     assert {name: len(split) for name, split in found.items()} == {"train": 4, "val": 2}
 
 
@@ -207,12 +204,10 @@ def test_a_parquet_file_stands_for_no_more_than_it_can_hold(write: Write, tmp_pa
     tracemalloc.stop()
 
 
-def test_a_null_of_parquet_is_empty(write: Write) -> None:
+def test_a_null_of_parquet_is_empty_and_missing_files_are_left_to_be_skipped_if_they_may_be(write: Write) -> None:
+    root = write("labels.parquet", label=["a", "b", None, "a", "b", "a"])
     with pytest.raises(UserError, match=r"column 'label' in line 3 of .* is empty"):
-        read(write("labels.parquet", label=["a", "b", None, "a", "b", "a"]), "labels.parquet")
-
-
-def test_missing_files_are_left_to_be_skipped_if_they_may_be(write: Write) -> None:
-    root = write(label=ANIMALS)
+        read(root, "labels.parquet")
+    write(label=ANIMALS)
     (root / "pics" / "2.png").unlink()
     assert len(read(root, on_error="skip")) == 6

@@ -6,6 +6,7 @@ import io
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +20,16 @@ SMALL = (
 """Words of a quick training on shards."""
 
 
+def picture(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    """The file of an image."""
+    Image.fromarray(np.asarray(pixels)).save(file := io.BytesIO(), kind, **options)
+    return file.getvalue()
+
+
 def encoded(number: int, size: int = 16) -> bytes:
     """An image that no other number has, as PNG."""
-    pixels = torch.randint(256, (size, size, 3), generator=torch.Generator().manual_seed(number), dtype=torch.uint8)
-    Image.fromarray(pixels.numpy()).save(file := io.BytesIO(), "png")
-    return file.getvalue()
+    draw = torch.Generator().manual_seed(number)
+    return picture(torch.randint(256, (size, size, 3), generator=draw, dtype=torch.uint8))
 
 
 def pixels(number: int) -> torch.Tensor:
@@ -40,6 +46,22 @@ def write_tar(path: Path, members: Members, format: int = tarfile.PAX_FORMAT) ->
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return path
+
+
+def members(*paths: Path) -> list[tuple[str, bytes]]:
+    """The names and contents of tar files, one after the other."""
+    found = []
+    for path in paths:
+        with tarfile.open(path) as tar:
+            found += [(member.name, tar.extractfile(member).read()) for member in tar]  # type: ignore[union-attr]
+    return found
+
+
+def packed_order(folder: str | Path) -> list[int]:
+    """The samples of a packed split, as they were numbered before."""
+    found = [int(name[:9]) for name, _ in members(*sorted(Path(folder).glob("*.tar")))]
+    assert found[::2] == found[1::2]
+    return found[::2]
 
 
 def samples(numbers: Iterable[int], label: Callable[[int], tuple[str, bytes]]) -> Members:

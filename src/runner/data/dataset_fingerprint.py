@@ -71,14 +71,10 @@ def _digest(pieces: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _places(count: int) -> Iterable[int]:
-    return range(count) if count <= _LOOKED_AT else (hash_ints(_PLACES, turn) % count for turn in range(_LOOKED_AT))
-
-
 def _content(dataset: Dataset[Any], indices: Indices, pairs: bool) -> Iterator[bytes]:
-    seeded = SeededDataset(dataset, 0, pairs=pairs)
-    for place in _places(len(indices)):
-        index = int(indices[place])
+    seeded, count = SeededDataset(dataset, 0, pairs=pairs), len(indices)
+    for turn in range(min(count, _LOOKED_AT)):
+        index = int(indices[turn if count <= _LOOKED_AT else hash_ints(_PLACES, turn) % count])
         yield f"sample {index}".encode()
         try:
             item = seeded[0, index]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import json
 import tarfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,16 +71,14 @@ class Packer:
     def write(self, split: str, number: int) -> list[str]:
         """Write a shard and its index; returns why images were skipped. Raises `UserError` as `sample`, or if it cannot write."""
         path, skipped, first = self.path(split, number), [], number * self.config.shard_samples
-        samples = self._orders[split].slice(first, first + self.config.shard_samples).tolist()
+        order = EpochOrder(len(self.parts[split][1]), self.config.seed, 0, shuffle=split == "train")
+        samples = order.slice(first, first + self.config.shard_samples).tolist()
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)
             for place in samples:
-                try:
-                    parts = self.sample(split, place)
-                except UserError as error:
-                    if not self.may_skip(error):
-                        raise
-                    skipped.append(str(error))
+                parts = self.attempt(split, place)
+                if isinstance(parts, str):
+                    skipped.append(parts)
                     continue
                 for name, part in parts.items():
                     member = tarfile.TarInfo(f"{place:09d}.{name}")  # of no time and no user
@@ -96,9 +92,14 @@ class Packer:
         write_atomically(index_file.path, index_file.content(index))
         return skipped
 
-    def may_skip(self, error: UserError) -> bool:
-        """Whether a sample with this error is skipped: as in training, if its file cannot be read; other errors name a key."""
-        return self.config.data.on_error == "skip" and not error.problems[0].key
+    def attempt(self, split: str, index: int) -> dict[str, bytes] | str:
+        """`sample`, or why it is skipped: as in training, if its file cannot be read; other errors name a key."""
+        try:
+            return self.sample(split, index)
+        except UserError as error:
+            if self.config.data.on_error != "skip" or error.problems[0].key:
+                raise
+            return str(error)
 
     def sample(self, split: str, index: int) -> dict[str, bytes]:
         """The files of a sample, by their extensions; raises `UserError` if it is not an image with what `target` says."""
@@ -145,13 +146,6 @@ class Packer:
             [features.version(name) for name in ("pil", "jpg", "zlib")],
         ]
         return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-
-    @functools.cached_property
-    def _orders(self) -> Mapping[str, EpochOrder]:
-        return {
-            split: EpochOrder(len(indices), self.config.seed, 0, shuffle=split == "train")
-            for split, (_, indices) in self.parts.items()
-        }
 
 
 def _png(image: Tensor, name: str) -> bytes:

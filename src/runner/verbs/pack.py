@@ -56,9 +56,8 @@ def run(composition: Composition) -> float:
     folder = Path(config.output).expanduser()
     packer = Packer(parts, folder, config)
     if data.images is not None and packer.target == "class":
-        problem = "are more than an image and its class number, and not those of the data sets of masks and boxes"
-        allowed = "such as data=image_folder, segmentation_folder, coco or yolo"
-        raise UserError("data", f"the samples {problem}", allowed)
+        problem = "the samples are more than an image and its class number, and not of the data sets of masks and boxes"
+        raise UserError("data", problem, "such as data=image_folder, segmentation_folder, coco or yolo")
     with writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
         manifest = _begin(packer, clean=locked)
         try:
@@ -66,19 +65,17 @@ def run(composition: Composition) -> float:
         finally:
             if locked:
                 _remove_temporary(folder)
-        shards = packer.shards()
+        shards, counts = packer.shards(), {split: len(indices) for split, (_, indices) in parts.items()}
         samples = {split: sum(packer.samples(*each) or 0 for each in shards if each[0] == split) for split in parts}
-        packed = sum(samples.values())
-        if missing := sum(len(indices) for _, indices in parts.values()) - packed:
+        if missing := sum(counts.values()) - sum(samples.values()):
             report.warn(f"{amount(missing, 'image')} skipped, as they cannot be read")
             report.lines(*(f"  {reason}" for reason in skipped[:_SHOWN]))
-        for split, (_, indices) in parts.items():
-            lost, count = len(indices) - samples[split], len(indices)
-            if lost > min(math.ceil(data.max_skipped * count), count - 1):
+        for split, count in counts.items():
+            if (lost := count - samples[split]) > min(math.ceil(data.max_skipped * count), count - 1):
                 problem = f"is {shown(data.max_skipped)}, and {lost:,} of {count:,} images cannot be read in '{split}'"
                 raise UserError("data.max_skipped", problem, "more if some can be read, or others in another output")
         write_json(folder / MANIFEST, manifest | {"samples": samples})
-    size = sum(packer.path(*shard).stat().st_size for shard in shards)
+    packed, size = sum(samples.values()), sum(packer.path(*shard).stat().st_size for shard in shards)
     command = shlex.join(["python", "-m", "runner", "train", *_training_words(packer, data)])
     record = {"shards": len(shards), "samples": packed, "bytes": size, "skipped": missing, "command": command}
     if not report.json(record, output=str(folder)):
@@ -91,11 +88,7 @@ def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
     """Prepare the folder, or compare it with what is to be packed; returns what the bytes of the shards depend on."""
     config, folder, path = packer.config, packer.folder, packer.folder / MANIFEST
     for split in packer.parts:  # data that cannot be packed are refused before anything is written
-        try:
-            packer.sample(split, 0)
-        except UserError as error:
-            if not packer.may_skip(error):
-                raise
+        packer.attempt(split, 0)
     if config.max_side and any(getattr(dataset, "has_encodings", False) for dataset, _ in packer.parts.values()):
         problem = "is set, and an outline is a run-length encoding, which cannot be resized"
         raise UserError("max_side", problem, "null, or data.dataset.masks=false")
@@ -103,8 +96,7 @@ def _begin(packer: Packer, clean: bool) -> dict[str, Any]:
     # Names that a list of lines cannot hold are left to be numbers
     named = len(set(classes)) == len(classes) > 0 and not set(b"\r\n") & set(b"".join(classes))
     if packer.target != "class" and not named:
-        problem = "has two classes of one name, or a name of several lines"
-        raise UserError("data.dataset", problem, "another name for each class, in one line")
+        raise UserError("data.dataset", "has two classes of one name, or a name of several lines")
     options = {key: getattr(config, key) for key in ("shard_samples", "max_side", "quality", "seed")}
     manifest = {"rules": _RULES, **options, "data": packer.fingerprint(recipe_of(config.data))}
     begun = read_json(path) or {}

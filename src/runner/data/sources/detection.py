@@ -334,8 +334,8 @@ def yolo(
             if split == "train" or said.get(split):
                 raise UserError("data.dataset", f"the images of '{split}', {folder}, are not a folder")
             continue
-        files = sorted(listing.images_below(folder, unread := list[Path]()))
-        images = [Annotated(file, number, None) for number, file in enumerate(files)]
+        files, unread = listing.images_below(folder)
+        images = [Annotated(Path(file), number, None) for number, file in enumerate(files)]
         places = [_labels_of(image.path) for image in images]
         for image, text in zip(images, places, strict=True):
             try:

@@ -123,14 +123,12 @@ def _chosen(found: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[s
     """The splits train, val and test among those of the data set."""
     chosen = {}
     for split, given in names.items():
-        if given is not None and given not in found:
-            problem = f"there is no split '{given}'"
-            raise UserError(f"data.dataset.{split}_split", problem, ", ".join(found), nearest(given, found))
-        name = given or next((name for name in _SPLITS[split] if name in found), None)
+        name = given or next((name for name in _SPLITS[split] if name in found), "train" if split == "train" else None)
+        if name is not None and name not in found:
+            problem = f"there is no split '{name}'"
+            raise UserError(f"data.dataset.{split}_split", problem, ", ".join(found), nearest(name, found))
         if name is not None:
             chosen[split] = found[name]
-    if "train" not in chosen:
-        raise UserError("data.dataset.train_split", "there is no split 'train'", ", ".join(found))
     return chosen
 
 

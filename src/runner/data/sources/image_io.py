@@ -263,14 +263,13 @@ def _by_torchcodec(file: Any) -> Tensor | None:
 
 
 @functools.cache
-def _torchcodec() -> Callable[..., Tensor] | None:
+def _torchcodec() -> Any:
     """torchcodec's decoder of JPEGs; None where it is absent, too old to have one, or made for another torch."""
     try:
-        from torchcodec import decoders
+        from torchcodec.decoders import decode_jpeg
     except (ImportError, OSError, RuntimeError):
         return None
-    decoder: Callable[..., Tensor] | None = getattr(decoders, "decode_jpeg", None)
-    return decoder
+    return decode_jpeg
 
 
 def _scaled(region: Region, reduction: int, height: int, width: int) -> Region:

@@ -80,12 +80,13 @@ def common_part(paths: Sequence[bytes]) -> int:
     return len(os.path.commonpath((min(paths), max(paths))))
 
 
-def images_below(folder: Path, unread: list[Path] | None = None) -> Iterator[Path]:
-    """All images under a folder, see `folders_below`; `unread` gets those of types that are not read."""
-    for here, names in folders_below(folder):
-        yield from (Path(here, name) for name in names if is_image(name))
-        if unread is not None:
-            unread += (Path(here, name) for name in names if is_unread(name))
+def images_below(folder: Path, times: Times | None = None) -> tuple[list[str], list[str]]:
+    """The images under a folder, sorted as paths are, and those of types that are not read; see `folders_below`."""
+    listed = [(here, name) for here, names in folders_below(folder, times) for name in names]
+    paths = [f"{here}/{name}" for here, name in listed]
+    if listed and listed[0][0] != listed[-1][0]:  # as Path sorts: part by part
+        paths.sort(key=lambda path: path.split("/"))
+    return [*filter(is_image, paths)], [*filter(is_unread, paths)]
 
 
 def is_inside(name: str, *folders: Path) -> bool:
@@ -204,19 +205,15 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
 
     Raises `UserError` if a class has no image.
     """
-    names: list[bytes] = []
-    counts, unread = [], 0
+    names, counts, unread = list[bytes](), list[int](), 0
     for name in classes:
-        listed = [(here, file) for here, files in folders_below(folder / name, times) for file in files]
-        unread += sum(is_unread(file) for _, file in listed)
-        paths = [f"{here}/{file}" for here, file in listed if is_image(file)]
-        if listed and listed[0][0] != listed[-1][0]:  # as Path sorts: part by part
-            paths.sort(key=lambda path: path.split("/"))
-        if not paths:
+        images, others = images_below(folder / name, times)
+        if not images:
             problem = f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})"
-            raise UserError("data.root", problem, "add some, or remove the folder")
-        names += map(os.fsencode, paths)
-        counts.append(len(paths))
+            raise UserError("data.root", problem)
+        names += map(os.fsencode, images)
+        counts.append(len(images))
+        unread += len(others)
     return Files.of(names, unread), torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 

@@ -122,19 +122,18 @@ def segmentation_folder(
 
 
 def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
-    for folder in (images, masks):
-        if not folder.is_dir() or not any(images_below(folder)):
+    listed = {folder: images_below(folder) if folder.is_dir() else ([], []) for folder in (images, masks)}
+    for folder, (found, _) in listed.items():
+        if not found:
             allowed = "a folder with images/ and masks/, or with train/ and perhaps val/ and test/ that have both"
             raise UserError("data.root", f"there are no image files in {folder.absolute()}", allowed)
     by_name = dict[str, Path]()
-    for path in sorted(images_below(masks)):
+    for path in map(Path, listed[masks][0]):
         if (other := by_name.setdefault(_stem(path, masks), path)) is not path:
             raise UserError("data.root", f"{other} and {path} are two masks of one image")
-    unread: list[Path] = []
-    files = {path: _stem(path, images) for path in sorted(images_below(images, unread))}
-    if unread:
-        problem = f"{len(unread):,} images are of a type that is not read, such as {unread[0]}"
-        raise UserError("data.root", problem, "JPEG, PNG or another type that is read")
+    files = {path: _stem(path, images) for path in map(Path, listed[images][0])}
+    if unread := listed[images][1]:
+        raise UserError("data.root", f"{len(unread):,} images are of a type that is not read, such as {unread[0]}")
     if missing := [name for name in files.values() if name not in by_name]:
         problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"
         raise UserError("data.root", problem, f"a mask for each, such as {masks.absolute() / missing[0]}.png")

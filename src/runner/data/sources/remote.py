@@ -90,15 +90,12 @@ def request(url: str, method: str, **arguments: Any) -> Any:
 
 
 def _content(url: str, start: int | None = None, end: int | None = None) -> bytes:
-    """Bytes of an object from `start` up to `end`, or all; at most one more than asked for, as an answer may have no end.
+    """Bytes of an object from `start` up to `end`, or all; at most one more is read, as an answer may have no end.
 
-    Raises what the client raises.
+    Raises what the client raises, `OSError` if fewer come, and `DataFailed` if more do.
     """
     client, most = store(url), _LARGEST if end is None or start is None else end - start
-    is_s3 = hasattr(client, "_call_s3")
-    if not (is_s3 or hasattr(client, "encode_url")):  # not of this package's extra
-        return bytes(request(url, "cat_file", start=start, end=end))
-    asked = {} if end is None else {"Range": f"bytes={start}-{end - 1}"}
+    is_s3, asked = hasattr(client, "_call_s3"), {} if end is None else {"Range": f"bytes={start}-{end - 1}"}
 
     async def received() -> bytes:
         if is_s3:
@@ -115,9 +112,18 @@ def _content(url: str, start: int | None = None, end: int | None = None) -> byte
                 content += chunk
             return bytes(content)
 
-    from fsspec.asyn import sync
+    if is_s3 or hasattr(client, "encode_url"):
+        from fsspec.asyn import sync
 
-    return bytes(sync(client.loop, received, timeout=TIMEOUT_S))
+        content = bytes(sync(client.loop, received, timeout=TIMEOUT_S))
+    else:  # not of this package's extra
+        content = bytes(request(url, "cat_file", start=start, end=end))
+    if len(content) > most:
+        how = f"has more than {most:,} bytes" if end is None else "does not answer requests of ranges"
+        raise DataFailed("data.root", f"{url} {how}")
+    if end is not None and len(content) < most:
+        raise OSError(f"only {len(content):,} of {most:,} bytes came")
+    return content
 
 
 def retried(url: str, call: Callable[[], T]) -> T:
@@ -185,18 +191,8 @@ class RemoteShard:
         """Bytes from `start` up to `end`; raises `DataFailed`, also if the object was replaced or removed."""
         if start == end:
             return b""
-
-        def call() -> bytes:
-            content = _content(self.url, start, end)
-            if len(content) > end - start:
-                problem = f"the server of {self.url} does not answer requests of ranges"
-                raise DataFailed("data.root", problem, "one that does")
-            if len(content) < end - start:
-                raise OSError(f"only {len(content):,} of {end - start:,} bytes came")
-            return content
-
         try:
-            return retried(self.url, call)
+            return retried(self.url, lambda: _content(self.url, start, end))
         except FileNotFoundError as error:
             raise self.changed("it is not there any more") from error
         except DataFailed as error:
@@ -246,8 +242,7 @@ class RemoteShard:
         class Opened(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
             def _fetch_range(self, start: int, end: int) -> bytes:
                 if heard:  # reading a whole shard takes long
-                    problem = f"a signal came before all of {shard.url} was read"
-                    raise DataFailed("data.root", problem, "the same command again")
+                    raise DataFailed("data.root", f"a signal came before all of {shard.url} was read")
                 return shard.range(start, end)
 
         return Opened(store(self.url), self.url, block_size=_BLOCK, size=self.size)
@@ -256,10 +251,7 @@ class RemoteShard:
 def content_of(url: str) -> bytes | None:
     """A whole small object; None if there is none, or access is denied, as stores say of absent ones that may not be listed."""
     try:
-        content = retried(url, lambda: _content(url))
-        if len(content) > _LARGEST:
-            raise DataFailed("data.root", f"{url} has more than {_LARGEST:,} bytes", "an object that is smaller")
-        return content
+        return retried(url, lambda: _content(url))
     except FileNotFoundError:
         return None
     except DataFailed as error:
@@ -273,8 +265,7 @@ def chosen(url: str) -> RemoteShard:
     try:
         return _described(url, retried(url, lambda: request(url, "info")))
     except FileNotFoundError as error:
-        allowed = "names of objects that are there, relative to data.root"
-        raise UserError("data.root", f"there is no {url}", allowed) from error
+        raise UserError("data.root", f"there is no {url}") from error
 
 
 def listed(url: str) -> list[RemoteShard]:
@@ -297,8 +288,9 @@ def listed(url: str) -> list[RemoteShard]:
 
 def _described(url: str, info: dict[str, Any]) -> RemoteShard:
     if not isinstance(info.get("size"), int):
-        problem = f"the server does not tell the size of {url}"
-        raise UserError("data.root", problem, "a server that answers requests of ranges")
+        raise UserError(
+            "data.root", f"the server does not tell the size of {url}, and may not answer requests of ranges"
+        )
     key, said = next(((key, info[key]) for key in _VERSIONS if info.get(key)), ("", ""))
     # A list may have the number of a time that a description has, such as of fsspec's own store in memory
     version = f"{key} {said.timestamp() if isinstance(said, datetime) else said}".strip()

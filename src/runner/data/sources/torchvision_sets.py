@@ -12,7 +12,7 @@ import math
 import socket
 import struct
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
 
@@ -44,6 +44,7 @@ _IDX_FILES = {
 }
 _GZIP_MAGIC = b"\x1f\x8b"
 _ANOTHER = "delete it and set data.download=true, or copy it again"
+_Arrays = Callable[[str], ImageArrays]
 
 
 class DownloadStopped(UserError):
@@ -111,20 +112,14 @@ def read_idx(path: Path, dims: int, most: int) -> Tensor:
 def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
     folder = Path(root).expanduser() / name / "raw"
 
-    def read() -> dict[str, ImageArrays]:
-        result, paths = {}, {file: folder / file for pair in _IDX_FILES.values() for file in pair}
-        paths = {file: path if path.is_file() else path.with_name(f"{file}.gz") for file, path in paths.items()}
-        _check_files(name, folder, [file for file, path in paths.items() if not path.is_file()], "unpacked or as .gz")
-        for split, (images_file, labels_file) in _IDX_FILES.items():
-            images = read_idx(paths[images_file], 3, 60_000 * 28 * 28).unsqueeze(1)
-            labels = read_idx(paths[labels_file], 1, 60_000).long()
-            with Place(paths[labels_file].absolute(), "data.root", _ANOTHER):
-                if len(images) != len(labels):
-                    raise ValueError(f"it has {len(labels)} labels, but {images_file} has {len(images)} images")
-                if int(labels.max()) >= 10:
-                    raise ValueError(f"it has the label {int(labels.max())}; {name} has the classes 0 to 9")
-            result[split] = ImageArrays(images, labels, _CLASSES[name])
-        return result
+    def path(file: str) -> Path:
+        return unpacked if (unpacked := folder / file).is_file() else folder / f"{file}.gz"
+
+    def arrays(split: str) -> ImageArrays:
+        images, labels = map(path, _IDX_FILES[split])
+        pixels, targets = read_idx(images, 3, 60_000 * 28 * 28), read_idx(labels, 1, 60_000)
+        with Place(labels.absolute(), "data.root", _ANOTHER):
+            return ImageArrays(pixels.unsqueeze(1), targets.long(), _CLASSES[name])
 
     def fetch() -> None:
         from torchvision import datasets
@@ -141,7 +136,8 @@ def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArr
                     if address == source.mirrors[-1]:
                         raise
 
-    return _read(read, fetch if download else None, name, folder)
+    files = [file for pair in _IDX_FILES.values() for file in pair]
+    return _read(name, lambda: [*map(path, files)], "unpacked or as .gz", arrays, fetch if download else None)
 
 
 def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, ImageArrays]:
@@ -167,38 +163,38 @@ def _read_by_torchvision(name: str, root: str, download: bool) -> dict[str, Imag
             download_and_extract_archive(source.url, folder, filename=source.filename, md5=source.tgz_md5)
 
     def arrays(split: str) -> ImageArrays:
-        with warnings.catch_warnings():
-            # NumPy 2.4 warns about how NumPy 1 wrote the flags of a dtype into the pickles of CIFAR.
-            warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
-            data = source(folder, split if is_svhn else split == "train")
+        try:
+            with warnings.catch_warnings():
+                # NumPy 2.4 warns about how NumPy 1 wrote the flags of a dtype into the pickles of CIFAR.
+                warnings.simplefilter("ignore", np.exceptions.VisibleDeprecationWarning)
+                data = source(folder, split if is_svhn else split == "train")
+        # torchvision's message does not say which file is damaged, so the digests find it
+        except (OSError, RuntimeError, EOFError) as error:
+            what = "has another MD5 than the published one" if damaged() else f"cannot be read ({one_line(error)})"
+            raise UserError("data.root", f"{[*damaged(), inner][0].absolute()} {what}", _ANOTHER) from error
         pixels, labels = (data.data, data.labels) if is_svhn else (data.data.transpose(0, 3, 1, 2), data.targets)
         images, targets = np.ascontiguousarray(pixels), np.array(labels, dtype=np.int64)
         classes = tuple(map(str, range(10) if is_svhn else data.classes))
         return ImageArrays(torch.from_numpy(images), torch.from_numpy(targets), classes)
 
-    def read() -> dict[str, ImageArrays]:
-        _check_files(name, inner, [filename for filename in sums if not (inner / filename).is_file()], by_hand)
-        try:
-            return {split: arrays(split) for split in ("train", "test")}
-        # torchvision's message does not say which file is damaged, so the digests find it
-        except (OSError, RuntimeError, EOFError) as error:
-            what = "has another MD5 than the published one" if damaged() else f"cannot be read ({one_line(error)})"
-            raise UserError("data.root", f"{[*damaged(), inner][0].absolute()} {what}", _ANOTHER) from error
-
-    return _read(read, fetch if download else None, name, inner)
-
-
-def _check_files(name: str, folder: Path, missing: Sequence[str], note: str) -> None:
-    if missing:
-        problem = f"{name} is incomplete in {folder.absolute()}: {', '.join(missing)} not found there ({note})"
-        allowed = "data.download=true to fetch them, or data.root=<the folder that holds them>"
-        raise UserError("data.root", problem, allowed)
+    return _read(name, lambda: [inner / file for file in sums], by_hand, arrays, fetch if download else None)
 
 
 def _read(
-    read: Callable[[], dict[str, ImageArrays]], fetch: Callable[[], object] | None, name: str, folder: Path
+    name: str, paths: Callable[[], list[Path]], by_hand: str, arrays: _Arrays, fetch: Callable[[], None] | None
 ) -> dict[str, ImageArrays]:
-    """Read a data set; if that fails, and there is `fetch`, one process at a time downloads it, until a signal ends it."""
+    """Read a data set; if that fails, and there is `fetch`, one process at a time downloads it, until a signal ends it.
+
+    `paths` are those of its files now, in one folder, `by_hand` is where they come from, and `arrays` reads a split.
+    """
+    folder = paths()[0].parent
+
+    def read() -> dict[str, ImageArrays]:
+        if missing := [path.name for path in paths() if not path.is_file()]:
+            problem = f"{name} is incomplete in {folder.absolute()}: {', '.join(missing)} not found there ({by_hand})"
+            allowed = "data.download=true to fetch them, or data.root=<the folder that holds them>"
+            raise UserError("data.root", problem, allowed)
+        return {split: arrays(split) for split in ("train", "test")}
 
     def stop() -> None:
         raise DownloadStopped("data.download", f"a signal stopped the download of {name}")

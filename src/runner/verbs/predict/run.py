@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import glob
+import itertools
 import math
 import os
 import time
@@ -304,7 +305,7 @@ def _named_by(word: str) -> list[Path]:
     path = Path(word).expanduser()
     if path.is_dir():
         # What cannot be read is listed as such
-        return sorted([*images_below(path, unread := list[Path]()), *unread])
+        return sorted(map(Path, itertools.chain(*images_below(path))))
     if path.exists() or path.is_symlink():
         return [path]
     if glob.has_magic(word):
