@@ -216,7 +216,7 @@ BUDGET = {
     "models": 1_302,
     "optim": 1_297,  # with the update of matrices of one shape together, and its compilation
     "run": 3_809,
-    "runtime": 1_354,
+    "runtime": 1_329,
     "sweeps": 1_851,
     "tasks": 770,
     "tracking": 1_923,
