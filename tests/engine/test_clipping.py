@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.engine.step import AdaptiveClip, clip_gradients
+from runner.engine.step import AdaptiveClip
 
 RATIO = 0.02
 
@@ -34,7 +34,7 @@ def with_gradients(net: nn.Module, size: float) -> nn.Module:
 def test_no_unit_has_a_gradient_above_its_bound(size: float) -> None:
     net = with_gradients(model(), size)
     before = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
-    AdaptiveClip.of(net, RATIO)()
+    AdaptiveClip(net, RATIO)()
     bounded = 0
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None
@@ -55,7 +55,7 @@ def test_no_unit_has_a_gradient_above_its_bound(size: float) -> None:
 def test_a_gradient_within_its_bound_keeps_its_bits() -> None:
     net = with_gradients(model(), 1e-7)
     before = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
-    AdaptiveClip.of(net, RATIO)()
+    AdaptiveClip(net, RATIO)()
     assert all(torch.equal(a, b.grad) for a, b in zip(before, net.parameters(), strict=True) if b.grad is not None)
 
 
@@ -63,13 +63,15 @@ def test_units_at_zero_can_leave_it_and_gradients_of_zero_stay() -> None:
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.zeros_(net[0].weight)
     net[0].weight.grad = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    AdaptiveClip.of(net, 0.5)()
+    AdaptiveClip(net, 0.5)()
     torch.testing.assert_close(net[0].weight.grad, torch.tensor([[0.6, 0.8], [0.0, 0.0]]) * 0.5e-3)
 
 
-def test_the_norm_is_clipped_last() -> None:
+def test_the_norm_is_clipped_last(bench: Any) -> None:
     net = with_gradients(model(), 100.0)
-    clip_gradients(list(net.parameters()), norm=0.001, value=None, adaptive=AdaptiveClip.of(net, RATIO))
+    one = bench(build=lambda: net, parts={"clip_norm": 0.001, "clip_adaptive": AdaptiveClip(net, RATIO)})
+    state = one.state()
+    one.step(state).clip(state.optimizer)
     norm = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).norm()
     torch.testing.assert_close(norm, torch.tensor(0.001), rtol=1e-3, atol=0.0)
 
@@ -85,7 +87,7 @@ def test_a_step_bounds_what_the_optimizer_gets_and_waits_for_nothing(bench: Any,
     net = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.Linear(5, 3))
     one = bench(optimizer=Spy, build=lambda: net)
     one.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
-    one.parts = {"clip_adaptive": AdaptiveClip.of(net, 1e-3)}
+    one.parts = {"clip_adaptive": AdaptiveClip(net, 1e-3)}
     with waits:
         one.one_step()
     assert scaled or waits.found == []  # the scaler asks the optimizer's gradients itself

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from runner.engine.plan import EpochPlan
 from runner.engine.state import TrainState
-from runner.engine.step import clip_gradients
 from runner.runtime.precision import choose_precision
 
 CPU = torch.device("cpu")
@@ -75,11 +74,13 @@ def test_clipping_bounds_each_element_and_keeps_the_others(bench: Any) -> None:
     assert any(bool((a.abs() > 0.02).any()) for a in seen[0])
 
 
-def test_the_value_is_clipped_before_the_norm() -> None:
-    model = nn.Linear(2, 1, bias=False)
-    model.weight.grad = torch.tensor([[100.0, 3.0]])
-    clip_gradients(list(model.parameters()), norm=1.0, value=4.0)
-    torch.testing.assert_close(model.weight.grad, torch.tensor([[0.8, 0.6]]))
+def test_the_value_is_clipped_before_the_norm(bench: Any) -> None:
+    one = bench(build=lambda: nn.Linear(2, 1, bias=False), parts={"clip_norm": 1.0, "clip_value": 4.0})
+    state = one.state()
+    (weight,) = state.model.parameters()
+    weight.grad = torch.tensor([[100.0, 3.0]])
+    one.step(state).clip(state.optimizer)
+    torch.testing.assert_close(weight.grad, torch.tensor([[0.8, 0.6]]))
 
 
 class Scaler:
