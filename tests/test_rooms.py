@@ -214,9 +214,9 @@ BUDGET = {
     "lab": 6_019,
     "launch": 967,
     "models": 1_302,
-    "optim": 1_297,  # with the update of matrices of one shape together, and its compilation
+    "optim": 1_269,  # with the update of matrices of one shape together, and its compilation
     "run": 3_809,
-    "runtime": 1_329,
+    "runtime": 1_323,
     "sweeps": 1_851,
     "tasks": 770,
     "tracking": 1_923,
