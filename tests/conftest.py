@@ -149,6 +149,21 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
+def own_module(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Write a module of a user's own, which configs may name, also in other processes: `own_module("slow", SOURCE)`."""
+
+    def write(name: str, source: str) -> Path:
+        monkeypatch.syspath_prepend(str(workdir))
+        monkeypatch.setenv("PYTHONPATH", str(workdir), prepend=os.pathsep)
+        monkeypatch.setenv("RUNNER_TRUST", f"{name} {os.environ.get('RUNNER_TRUST', '')}")
+        path = workdir / f"{name}.py"
+        path.write_text(source, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
 def run(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Result]]:
     """Call the program in this process: `run("train", "epochs=1")`."""
     import torch

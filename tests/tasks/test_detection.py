@@ -27,12 +27,10 @@ MASKS = (*WORDS, "model._target_=tiny_detector.Scripted", "data.dataset.masks=tr
 
 
 @pytest.fixture(autouse=True)
-def drawn(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def drawn(workdir: Path, own_module: Callable[..., Path]) -> Path:
     drawn_objects.draw(workdir / "drawn", "train", 6, 0)
     drawn_objects.draw(workdir / "drawn", "val", 5, 1)
-    (workdir / "tiny_detector.py").write_text("import torch\n" + drawn_objects.DETECTOR)
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("RUNNER_TRUST", "tiny_detector")
+    own_module("tiny_detector", "import torch\n" + drawn_objects.DETECTOR)
     return workdir / "drawn"
 
 
