@@ -146,17 +146,6 @@ def test_a_detector_trains_logs_its_losses_and_is_evaluated_for_each_class(
     assert set(record["per_label"]["tall"]) == {"map", "map_50", "map_75"}
 
 
-def test_workers_kills_and_resumes_give_the_same_bits(train: Callable[..., Any], killed: Callable[..., Path]) -> None:
-    words = (*TINY, "deterministic=true")
-    whole = train(*words)
-    expected = whole.summary["weights_sha256"], whole.summary["last"]
-    assert train(*words, "data.num_workers=2").summary["weights_sha256"] == expected[0]
-    directory = killed(2, *words, "checkpoint.every_steps=1")
-    again = train(f"ckpt_path={directory}", "callbacks=none", "max_steps=4")  # goes on, and ends within the epoch
-    resumed = train(f"ckpt_path={again.directory}", "callbacks=none", "max_steps=null")
-    assert (resumed.summary["weights_sha256"], resumed.summary["last"]) == expected
-
-
 def test_two_ranks_find_what_one_process_finds(train: Callable[..., Any]) -> None:
     one = train(*MASKS)
     two = train(*MASKS, "devices=2", "evaluate.batch_size=1")

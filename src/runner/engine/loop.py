@@ -140,7 +140,8 @@ class Loop:
             if done % _STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect(1)
             # Frozen parts whose time has come are trained in the next step
-            state.freezing.follow(position, self.finished)
+            if state.freezing.parts:
+                state.freezing.follow(position, self.finished)
             for method in self._on_step:
                 method(self)
             # The rate of the next step is part of the state that is saved

@@ -250,14 +250,14 @@ class TrainState:
             self._term(name).load_state_dict(saved)
 
 
-def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:
+def not_finite(contents: Mapping[str, Any], never_finite: Collection[str] = ()) -> str:
     """Name of the first tensor in the state dicts `model`, `loss` and `optimizer` that is not finite, or ""; waits for the device.
 
-    Tensors of model and loss that are `by_design` never finite, such as a mask of infinities, do not count.
+    Tensors of model and loss named in `never_finite`, such as a mask of infinities, do not count.
     """
     found = list(named_tensors(contents["model"]))
     found += [named for part in ("loss", "optimizer") for named in named_tensors(contents.get(part), part)]
-    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
+    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in never_finite]
     if not named:
         return ""
     # One flag for all of them, because reading each would wait.
