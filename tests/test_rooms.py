@@ -209,7 +209,7 @@ BUDGET = {
     "config": 3_641,
     "data": 7_750,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
-    "engine": 2_975,  # with the step of ranks, which was in distributed
+    "engine": 2_972,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_019,
     "launch": 967,

@@ -163,7 +163,7 @@ class Log:
         rate = samples / seconds
         # A large share of waiting means that data and not the device limit the speed
         speed = {"samples_per_s": rate, "data_wait": waited / seconds}
-        terms = {name: mean.read_any() for name, mean in loop.state.same_terms().items()}
+        terms = {name: mean.read(empty=None) for name, mean in loop.state.same_terms().items()}
         metrics = {"loss": loss} | {name: value for name, value in terms.items() if value is not None}
         loop.collect("on_log", metrics)
         self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))

@@ -50,14 +50,10 @@ class RunningMean:
         self._sum.add_(loss, alpha=samples)
         self._samples += samples
 
-    def read_any(self) -> float | None:
-        """The mean since `reset`, or None over no samples; waits for the device."""
+    def read(self, empty: Any = 0.0) -> Any:
+        """The mean since `reset` as a float, or `empty` over no samples; waits for the device."""
         total, samples = self._totals()
-        return float(total) / samples if samples else None
-
-    def read(self) -> float:
-        """The mean since `reset`, 0 over no samples; waits for the device."""
-        return self.read_any() or 0.0
+        return float(total) / samples if samples else empty
 
     def reset(self) -> None:
         """Start again from zero."""

@@ -240,7 +240,7 @@ class Toggled:
 
     def objective_of(self, targets: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor] | None:
         """(images, targets of the data set) -> loss, where forward and loss are compiled together."""
-        compiled = self.compilation and self.compilation.objective
+        compiled = self.compilation.objective if self.compilation else None
         return None if compiled is None else lambda data: compiled(data[0], targets(data[1]))
 
     def compile_step_of(self, optimizer: torch.optim.Optimizer) -> None:
