@@ -1,6 +1,6 @@
 """Runs that an earlier version wrote and that were killed: they are continued and used, and removed settings are ignored.
 
-`tests/fixtures/8baf830f` was written by `tests/support/write_old_runs.py`, at the commit that it is named after.
+`tests/fixtures/8baf830f` was written at the commit that it is named after, see CONTRIBUTING.md.
 """
 
 from __future__ import annotations

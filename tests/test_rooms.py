@@ -209,14 +209,14 @@ BUDGET = {
     "config": 3_641,
     "data": 7_599,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
-    "engine": 3_022,  # with the step of ranks, which was in distributed
+    "engine": 2_972,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_011,
     "launch": 967,
     "models": 1_302,
-    "optim": 1_297,  # with the update of matrices of one shape together, and its compilation
+    "optim": 1_269,  # with the update of matrices of one shape together, and its compilation
     "run": 3_764,
-    "runtime": 1_344,
+    "runtime": 1_323,
     "sweeps": 1_831,
     "tasks": 770,
     "tracking": 1_882,

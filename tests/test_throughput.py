@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.runtime.hardware_metrics import HardwareMetrics, PeakFlops, choose_hardware_metrics
+from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=60", "data.image_size=8", "data.batch_size=8", "epochs=1", "model=small_cnn",
@@ -18,7 +18,7 @@ SMALL = (
 @pytest.fixture
 def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU has a listed peak."""
-    ceiling = PeakFlops(1e12, "float32", "data sheet of a GPU")
+    ceiling = (1e12, "data sheet of a GPU")
     monkeypatch.setattr("runner.runtime.hardware_metrics.listed_peak", lambda name, kind: ceiling)
 
 
@@ -66,7 +66,7 @@ def test_a_gpu_that_is_not_listed_is_warned_of(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    ceiling = PeakFlops(1e12, "bf16", "")
+    ceiling = (1e12, "")
     figures = HardwareMetrics(torch.device("cpu"), 2e9, ceiling)(100.0)
     assert figures["mfu"] == pytest.approx(0.2)
     assert set(HardwareMetrics(torch.device("cpu"))(100.0)) == {"peak_memory_mib"}

@@ -17,7 +17,7 @@ from runner.config.untrusted import may_write_cache
 from runner.data.build import read_data
 from runner.data.module import DataModule
 from runner.distributed.world import Agreement, world
-from runner.engine.callbacks import Log, Progress, UnfreezeCallback
+from runner.engine.callbacks import Log, Progress
 from runner.engine.diagnosis import watch_finite
 from runner.engine.errors import Interrupted, Preempted
 from runner.engine.loop import Loop
@@ -177,12 +177,12 @@ def _train(
     custom = build_callbacks(config, run.task, run.monitor)
     saving = Saving(run, directory, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
     compiled = run.toggled.reports(console.line)
+    state.freezing.report = console.line
 
     # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [
         agreement,
         *compiled,
-        UnfreezeCallback(console.line),
         Progress(console.advance),
         *custom.values(),
         *also_call,

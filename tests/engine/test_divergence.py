@@ -52,20 +52,17 @@ def test_a_run_that_diverges_ends_with_status_3_and_nothing_that_is_not_finite(
     assert "weights_sha256" not in result.summary
 
 
-def test_moments_that_are_not_finite_are_not_saved_either(
-    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_that_are_not_finite_are_not_saved_either(run: Any, own_module: Any) -> None:
     # Squares of gradients overflow before the weights do, and those weights would stand still for ever after.
-    (workdir / "overflow.py").write_text(
+    own_module(
+        "overflow",
         """
 class Overflow:
     def on_step(self, loop):
         if loop.state.position.global_step == 3:
             next(iter(loop.state.optimizer.state.values()))["exp_avg_sq"][0] = float("inf")
 """,
-        encoding="utf-8",
     )
-    monkeypatch.syspath_prepend(str(workdir))
     result = run(*SMALL, "optimizer=adamw", "+callbacks.o._target_=overflow.Overflow", "checkpoint.every_steps=2")
     assert result.status == 3, result.out
     assert "exp_avg_sq is not finite after step 4; it was not saved" in result.summary["error"]

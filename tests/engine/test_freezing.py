@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.freezing import Freezing, Frozen
 from runner.engine.plan import Position
 
@@ -52,10 +49,14 @@ def test_following_tells_what_was_let_go_and_once():
     model = Net()
     freezing = Freezing(model, [part(model, "stem", steps=3), part(model, "body")])
     freezing.train(Position())
-    assert freezing.follow(Position(global_step=2)) == []
-    assert [each.name for each in freezing.follow(Position(global_step=3))] == ["stem"]
+    said: list[str] = []
+    freezing.report = said.append
+    freezing.follow(Position(global_step=2))
+    assert said == []
+    freezing.follow(Position(global_step=3))
     assert model.stem[1].training
-    assert freezing.follow(Position(global_step=4)) == []
+    freezing.follow(Position(global_step=4))
+    assert said == ["step 3: stem is trained from now on, 10 parameters"]
     assert trained(model) == STEM
 
 
@@ -81,27 +82,6 @@ def test_a_model_that_is_in_evaluation_mode_as_a_whole_is_trained_all_the_same()
     assert all(module.training for module in model.modules())
 
 
-def test_the_callback_tells_what_is_trained_from_where_on():
-    model = Net()
-    freezing = Freezing(model, [part(model, "stem", steps=2)])
-    freezing.train(Position())
-    said: list[str] = []
-
-    class Loop:
-        finished = False
-
-        class state:
-            position = Position()
-
-    loop: Any = Loop()
-    loop.state.freezing = freezing
-    thaw = UnfreezeCallback(said.append)
-    for step in (1, 2, 3):
-        loop.state.position = Position(global_step=step)
-        thaw.on_step(loop)
-    assert said == ["step 2: stem is trained from now on, 10 parameters"]
-
-
 def test_what_is_thawed_for_a_look_is_frozen_again():
     model = Net()
     freezing = Freezing(model, [part(model, "stem", steps=3), part(model, "body")])
@@ -118,4 +98,5 @@ def test_what_is_thawed_for_a_look_is_frozen_again():
         assert model.stem.training
         assert not model.body.training
     assert seen() == before
-    assert [each.name for each in freezing.follow(Position(global_step=3))] == ["stem"]
+    freezing.follow(Position(global_step=3), ends=True)
+    assert trained(model) == STEM

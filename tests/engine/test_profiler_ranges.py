@@ -35,7 +35,7 @@ def both(*names: str) -> list[str]:
     [
         {},
         {"accumulate": 2},
-        {"accumulate": 2, "parts": {"weight": lambda data: data[1].sum()}},
+        {"accumulate": 2, "parts": {"weight_of": lambda data: data[1].sum()}},
         {"parts": {"clip_norm": 0.1, "clip_value": 0.05}},
         {"parts": {"autocast": lambda: torch.autocast("cpu", torch.bfloat16)}},
         {"scaler": lambda: torch.amp.GradScaler("cpu", init_scale=8.0), "accumulate": 3},

@@ -14,7 +14,7 @@ NET = """
 from torch import nn
 
 class Net(nn.Module):
-    def __init__(self, at):
+    def __init__(self, at, **unused):
         super().__init__()
         self.layer = nn.Linear(64, 10)
         self.calls, self.at = 0, at
@@ -29,18 +29,16 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def scripted(workdir: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def scripted(
+    own_module: Callable[..., Path], run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
     """Train a model that raises in its call number `at`, with these lines typed."""
-    (workdir / "my_nets.py").write_text(NET)
-    (workdir / "mine" / "model").mkdir(parents=True)
-    (workdir / "mine" / "model" / "net.yaml").write_text("_target_: my_nets.Net\nat: 0\n")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
+    own_module("my_nets", NET)
     monkeypatch.setenv("NO_COLOR", "1")
 
     def call(at: int, typed: str, *words: str) -> Any:
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
-        model = ("--config-dir", "mine", "model=net", f"model.at={at}", "data.batch_size=512")
+        model = (f"model={{_target_: my_nets.Net, at: {at}}}", "data.batch_size=512")
         return run("train", *model, "threads=1", "logger=none", "epochs=1", "transform=none", *words)
 
     return call

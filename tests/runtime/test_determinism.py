@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,13 +65,6 @@ FEW = (
 
 
 @pytest.fixture
-def nets(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "odd_nets.py").write_text(NETS)
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(sys.modules, "odd_nets", raising=False)
-
-
-@pytest.fixture
 def refusing() -> Iterator[Callable[[bool], None]]:
     """Switches deterministic algorithms on, with errors or with warnings."""
     yield lambda warn: torch.use_deterministic_algorithms(True, warn_only=warn)
@@ -131,8 +122,9 @@ def test_in_warn_mode_each_operation_is_reported_once(refusing: Callable[[bool],
     ids=["forward", "backward", "transform"],
 )
 def test_a_run_refuses_it_or_reports_it_once_and_ends(
-    run: Any, accepted: Any, rejected: Any, nets: None, words: str, op: str
+    run: Any, accepted: Any, rejected: Any, own_module: Any, words: str, op: str
 ) -> None:
+    own_module("odd_nets", NETS)
     refused = rejected("train", *FEW, words, "deterministic=true")
     assert f"error: deterministic: {op} does not have a deterministic implementation" in refused.err
     warned = accepted("train", *FEW, words, "deterministic=warn")

@@ -52,16 +52,10 @@ class Gradient:
 
 
 @pytest.fixture
-def faulty(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    (workdir / "faults.py").write_text(FAULTS, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.delitem(__import__("sys").modules, "faults", raising=False)
-
-    def call(fault: str, policy: str, *words: str) -> Any:
-        named = (f"+callbacks.fault._target_=faults.{fault}", f"on_nonfinite={policy}", "trust=[faults]")
-        return run("train", *SMALL, *named, *words)
-
-    return call
+def faulty(run: Callable[..., Any], own_module: Callable[..., Path]) -> Callable[..., Any]:
+    own_module("faults", FAULTS)
+    named = "+callbacks.fault._target_=faults."
+    return lambda fault, policy, *words: run("train", *SMALL, named + fault, f"on_nonfinite={policy}", *words)
 
 
 def finite(directory: Path) -> bool:

@@ -46,12 +46,8 @@ class SlowMetric:
 
 
 @pytest.fixture
-def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (workdir / "slow.py").write_text(SLOW, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "slow")
-    monkeypatch.syspath_prepend(str(workdir))
-    return workdir
+def here(own_module: Callable[..., Path]) -> Path:
+    return own_module("slow", SLOW).parent
 
 
 @pytest.fixture

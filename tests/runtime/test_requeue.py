@@ -39,11 +39,9 @@ STOPPING = ("+callbacks.stop._target_=stop.Stop", "+callbacks.stop.step=9")
 
 
 @pytest.fixture
-def again(run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def again(run: Callable[..., Any], own_module: Callable[..., Path]) -> Callable[..., Any]:
     """The same command with `resume=auto`, as a scheduler gives it again."""
-    (workdir / "stop.py").write_text(STOP, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "stop")
+    own_module("stop", STOP)
     return lambda *words: run("train", *SMALL, *STOPPING, "resume=auto", *words)
 
 

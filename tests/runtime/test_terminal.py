@@ -75,9 +75,8 @@ class Terminal:
 
 
 @pytest.fixture
-def on_terminal(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Terminal]]:
-    (workdir / "slow.py").write_text(SLOW, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(workdir))
+def on_terminal(own_module: Callable[..., Path]) -> Iterator[Callable[..., Terminal]]:
+    own_module("slow", SLOW)
     started: list[Terminal] = []
     slaves: list[int] = []  # open, as a terminal that nobody has open is gone before the program opens it
 

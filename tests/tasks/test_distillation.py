@@ -78,11 +78,10 @@ def test_the_loss_is_that_of_the_paper() -> None:
 
 
 def test_a_custom_task_of_the_same_name_needs_no_teacher(
-    train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable[..., Any], own_module: Callable[..., Path]
 ) -> None:
     text = "from runner.tasks.classification import Classification\n\n\nclass Distillation(Classification):\n    pass\n"
-    (workdir / "own_distillation.py").write_text(text, encoding="utf-8")
-    monkeypatch.syspath_prepend(workdir)
+    own_module("own_distillation", text)
     assert train("task._target_=own_distillation.Distillation", "max_steps=1").summary["status"] == "finished"
 
 

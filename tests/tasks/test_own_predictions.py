@@ -206,10 +206,8 @@ PAIRS = ("task._target_=own_predictions.Described", "loss=none", "transform=none
 
 
 @pytest.fixture(autouse=True)
-def module(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "own_predictions.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("RUNNER_TRUST", "own_predictions")
+def module(own_module: Callable[..., Path]) -> None:
+    own_module("own_predictions", MODULE)
 
 
 @pytest.fixture

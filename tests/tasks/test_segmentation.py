@@ -26,10 +26,8 @@ EXACT = (
 
 
 @pytest.fixture(autouse=True)
-def shapes(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (workdir / "drawn_nets.py").write_text(MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("RUNNER_TRUST", "drawn_nets")
+def shapes(workdir: Path, own_module: Callable[..., Path]) -> Path:
+    own_module("drawn_nets", MODEL)
     return draw(workdir / "shapes", void=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,11 +56,8 @@ WORDS = (
 
 
 @pytest.fixture(autouse=True)
-def tasks(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "own_tasks.py").write_text(MODULE)
-    sys.modules.pop("own_tasks", None)
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "own_tasks bombs")
+def tasks(own_module: Callable[..., Path]) -> None:
+    own_module("own_tasks", MODULE)
 
 
 def test_a_killed_run_goes_on_from_the_state_of_its_task_and_eval_uses_it(

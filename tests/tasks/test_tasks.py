@@ -52,8 +52,9 @@ def test_a_regression_trains_and_is_judged_by_its_error(train: Any) -> None:
             assert record["rmse"] ** 2 == pytest.approx(record["loss"], rel=1e-4)
 
 
-def test_a_task_of_ones_own_needs_no_change_here(train: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "my_task.py").write_text(
+def test_a_task_of_ones_own_needs_no_change_here(train: Any, workdir: Path, own_module: Any) -> None:
+    own_module(
+        "my_task",
         """
 import torch
 
@@ -72,9 +73,7 @@ class EvenOrOdd:
     def metrics(self, device): return {"wrong": WrongShare()}
     def tables(self, device): return {}
 """,
-        encoding="utf-8",
     )
-    monkeypatch.syspath_prepend(str(workdir))
     (workdir / "mine" / "task").mkdir(parents=True)
     (workdir / "mine" / "task" / "parity.yaml").write_text("_target_: my_task.EvenOrOdd\n", encoding="utf-8")
     result = train("--config-dir", "mine", *SMALL, "task=parity", "loss=mse")

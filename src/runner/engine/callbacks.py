@@ -1,16 +1,7 @@
 """Callbacks, which act around the steps.
 
-A callback is any object with some of these methods. They are called in the order of the list of callbacks:
-
-    on_start(loop)                  before the first step
-    on_step(loop)                   after an optimizer step
-    on_log(loop, metrics)           when training is logged; may add to `metrics`, a dict of floats
-    on_evaluation(loop, metrics)    after the validation split was evaluated; metrics as {"val/accuracy": 0.9, ...}
-    on_step_skipped(loop, step, diagnosis)   a step was skipped because its gradients are not finite; why, or None
-    on_boundary(loop)               after everything that was due at this step: the state may be saved here
-    on_end(loop)                    after the last step, also if training was stopped early
-
-If a callback has `state_dict()` and `load_state_dict(state)`, its state is part of the checkpoint.
+A callback is any object with some of the methods of `METHODS`. They are called in the order of the list of callbacks. If a
+callback has `state_dict()` and `load_state_dict(state)`, its state is part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,13 +20,14 @@ if TYPE_CHECKING:
     from runner.engine.loop import Loop
 
 METHODS = {
-    "on_start": ("loop",),
-    "on_step": ("loop",),
-    "on_log": ("loop", "metrics"),
-    "on_evaluation": ("loop", "metrics"),
+    "on_start": ("loop",),  # before the first step
+    "on_step": ("loop",),  # after an optimizer step
+    "on_log": ("loop", "metrics"),  # when training is logged; may add to `metrics`, a dict of floats
+    "on_evaluation": ("loop", "metrics"),  # after the validation split was evaluated: {"val/accuracy": 0.9, ...}
+    # A step was skipped because its gradients are not finite; `diagnosis` says why, or is None
     "on_step_skipped": ("loop", "step", "diagnosis"),
-    "on_boundary": ("loop",),
-    "on_end": ("loop",),
+    "on_boundary": ("loop",),  # after everything that was due at this step: the state may be saved here
+    "on_end": ("loop",),  # after the last step, also if training was stopped early
 }
 """The methods of a callback, each with the names of its arguments."""
 
@@ -109,21 +101,6 @@ class LearningRateMonitor:
         metrics |= {name: float(group["lr"]) for name, group in zip(names, groups, strict=True)}
 
 
-class UnfreezeCallback:
-    """Trains frozen weights as soon as their time has come, and reports it."""
-
-    def __init__(self, report: Callable[[str], None]) -> None:
-        self._report = report
-
-    def on_step(self, loop: Loop) -> None:
-        """Unfreeze what the next step trains."""
-        position = loop.state.position
-        for part in loop.state.freezing.follow(position):
-            if loop.finished:
-                return
-            self._report(f"step {position.global_step}: {part.name} is trained from now on, {part.size:,} parameters")
-
-
 class Progress:
     """Reports the position after every step: `advance(global_step, epoch)`, the epoch counted from 1, must be fast."""
 
@@ -186,7 +163,7 @@ class Log:
         rate = samples / seconds
         # A large share of waiting means that data and not the device limit the speed
         speed = {"samples_per_s": rate, "data_wait": waited / seconds}
-        terms = {name: mean.read_any() for name, mean in loop.state.same_terms().items()}
+        terms = {name: mean.read(empty=None) for name, mean in loop.state.same_terms().items()}
         metrics = {"loss": loss} | {name: value for name, value in terms.items() if value is not None}
         loop.collect("on_log", metrics)
         self._send(loop, "train", metrics | speed | self.hardware_metrics(rate))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -52,9 +52,12 @@ class Freezing:
     Modules that are in evaluation mode at construction stay in it, as their constructor chose it. If the whole model is in
     evaluation mode, as loaded models often are, all of it is trained. A weight in several parts is frozen until the last of
     them is trained.
+
+    `report` gets a sentence about each part that is trained from a step on.
     """
 
     def __init__(self, model: nn.Module, parts: Sequence[Frozen] = ()) -> None:
+        self.report: Callable[[str], object] = str
         self.parts = tuple(parts)
         self._model = model
         self._evaluating = [module for module in model.modules() if not module.training] if model.training else []
@@ -84,12 +87,13 @@ class Freezing:
         finally:
             self._frozen = parts
 
-    def follow(self, position: Position) -> list[Frozen]:
-        """Train the parts that are no longer frozen at a later position, and return them."""
+    def follow(self, position: Position, ends: bool = False) -> None:
+        """Train the parts that are no longer frozen at a later position, and report them unless training `ends` there."""
         freed = [part for part in self._frozen if not part.holds(position)]
         if freed:
             self.train(position)
-        return freed
+        for part in freed if not ends else ():
+            self.report(f"step {position.global_step}: {part.name} is trained from now on, {part.size:,} parameters")
 
     def _train_all_but(self, parts: list[Frozen]) -> None:
         self._frozen = parts

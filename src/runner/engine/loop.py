@@ -48,7 +48,7 @@ class Loop:
         plan: how its epochs divide into steps.
         limits: when to stop and when to evaluate.
         evaluate: evaluates the validation split, and raises `Interrupted` if `interrupted` says so; None without one.
-        callbacks: objects with some of the methods that `runner.engine.callbacks` lists.
+        callbacks: objects with some of the methods of `runner.engine.callbacks.METHODS`.
         monitor: metric and mode (`min` or `max`) that decide which evaluation is best; an empty name for none.
         interrupted: returns the name of the signal that asks the run to stop, or an empty string.
     """
@@ -116,7 +116,7 @@ class Loop:
         self._restart_batches = False
         # The position says which batches are next, so a resumed run does not replay the epoch
         batches = self.source.batches(position.epoch, position.batch, plan.batches)
-        for size, weight, update in plan.parts(position.batch):
+        for size, share, update in plan.parts(position.batch):
             began = perf_counter()
             try:
                 batch = next(batches)
@@ -125,7 +125,7 @@ class Loop:
                 self._save_after(error)
                 raise
             self.waited_s += perf_counter() - began
-            step(batch, weight, size, update=update)
+            step(batch, share, size, update=update)
             self.samples_seen += size
             # The position moves once the batch is part of the state; a checkpoint before would repeat it
             position.batch += 1
@@ -139,6 +139,9 @@ class Loop:
             # Collections happen between steps and only of young objects, because a full one takes long
             if done % _STEPS_BETWEEN_COLLECTIONS == 0:
                 gc.collect(1)
+            # Frozen parts whose time has come are trained in the next step
+            if state.freezing.parts:
+                state.freezing.follow(position, self.finished)
             for method in self._on_step:
                 method(self)
             # The rate of the next step is part of the state that is saved

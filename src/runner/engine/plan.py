@@ -67,10 +67,10 @@ class EpochPlan:
         return min(self.batch_size, self.samples - batch * self.batch_size)
 
     def parts(self, start: int) -> Iterator[tuple[int, float, bool]]:
-        """(size, weight, ends_window) of each batch of an epoch from number `start`, which begins an accumulation window.
+        """(size, share, update) of each batch of an epoch from number `start`, which begins an accumulation window.
 
-        The weight is the batch's share of the samples in its window, the factor of its mean loss. The gradient of a window is
-        then that of the mean over all its samples, even if the last window has fewer batches or a smaller batch.
+        The share is that of the samples in its window, the factor of its mean loss: the gradient of a window is then that of the
+        mean over all its samples, even if the last window has fewer batches or a smaller batch. The last batch of a window updates.
         """
         # The usual case, in which nothing is computed for each batch
         if self.accumulate == 1 and start < self.batches:
@@ -103,22 +103,19 @@ class Timeline:
 
     def scaled(self, step: float) -> float:
         """The number that `step` would have if all earlier epochs had had `steps` steps."""
-        here = (0, 0)
-        for turn in self.turns:
-            if step < turn[0]:
-                passed = here[1] + (step - here[0]) * (turn[1] - here[1]) / (turn[0] - here[0])
-                return passed * self.steps
-            here = turn
-        return here[1] * self.steps + (step - here[0])
+        for (began, epoch), (turn, later) in itertools.pairwise([(0, 0), *self.turns]):
+            if step < turn:
+                return (epoch + (step - began) * (later - epoch) / (turn - began)) * self.steps
+        began, epoch = self.turns[-1] if self.turns else (0, 0)
+        return epoch * self.steps + (step - began)
 
     def step(self, epoch: float) -> float:
         """The step after which `epoch` epochs have passed; a fraction if they end within a step."""
-        here = (0, 0)
-        for turn in self.turns:
-            if epoch < turn[1]:
-                return here[0] + (epoch - here[1]) * (turn[0] - here[0]) / (turn[1] - here[1])
-            here = turn
-        return here[0] + (epoch - here[1]) * self.steps
+        for (began, first), (turn, later) in itertools.pairwise([(0, 0), *self.turns]):
+            if epoch < later:
+                return began + (epoch - first) * (turn - began) / (later - first)
+        began, first = self.turns[-1] if self.turns else (0, 0)
+        return began + (epoch - first) * self.steps
 
 
 @dataclass(frozen=True)

@@ -79,8 +79,8 @@ def range_test(
         for group in state.optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (rate / reference)
         meter.reset()
-        for batch, size, weight, update in window:
-            step(batch, weight, size, update=update)
+        for batch, size, share, update in window:
+            step(batch, share, size, update=update)
         loss = meter.read()
         # The three ends of the test: no number, a loss far above its lowest, and gradients that are not finite
         if not math.isfinite(loss):

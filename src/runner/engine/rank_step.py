@@ -47,9 +47,9 @@ class RankStep(Step):
         loss: Tensor = self._parallel(data)
         return loss
 
-    def __call__(self, batch: Batch, weight: float, samples: int, *, update: bool) -> None:
+    def __call__(self, batch: Batch, share: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `Step`."""
-        with _own_part(self.state, batch, samples) as (count, share):
+        with _own_part(self.state, batch, samples) as (count, scale):
             set_rows(self._norms, (count, samples))
             try:
                 trained = tuple(parameter.requires_grad for parameter in self.state.model.parameters())
@@ -61,7 +61,7 @@ class RankStep(Step):
                     self._build(batch)
                 # Inside a window, gradients only add up: ranks exchange them once, at its end
                 with contextlib.nullcontext() if update else self._no_sync():
-                    self.accumulate(batch, weight * share, count)
+                    self.accumulate(batch, share * scale, count)
                 if update:
                     self.update()
             finally:
@@ -105,11 +105,11 @@ class RankStep(Step):
 class RankWindowStep(WindowStep):
     """The same for steps that may compute the same rows several times: gradients are averaged once, before each update."""
 
-    def __call__(self, batch: Batch, weight: float, samples: int, *, update: bool) -> None:
+    def __call__(self, batch: Batch, share: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `Step`."""
-        with _own_part(self.state, batch, samples) as (count, share):
+        with _own_part(self.state, batch, samples) as (count, scale):
             world().copy_first(self.state.loss.buffers())
-            super().__call__(batch, weight * share, count, update=update)
+            super().__call__(batch, share * scale, count, update=update)
 
     def combine(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Average the gradients over the ranks, which backward has not done, and see `Step`."""

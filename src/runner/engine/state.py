@@ -50,14 +50,10 @@ class RunningMean:
         self._sum.add_(loss, alpha=samples)
         self._samples += samples
 
-    def read_any(self) -> float | None:
-        """The mean since `reset`, or None over no samples; waits for the device."""
+    def read(self, empty: Any = 0.0) -> Any:
+        """The mean since `reset` as a float, or `empty` over no samples; waits for the device."""
         total, samples = self._totals()
-        return float(total) / samples if samples else None
-
-    def read(self) -> float:
-        """The mean since `reset`, 0 over no samples; waits for the device."""
-        return self.read_any() or 0.0
+        return float(total) / samples if samples else empty
 
     def reset(self) -> None:
         """Start again from zero."""
@@ -164,7 +160,6 @@ class TrainState:
     best: Best | None = None
     last_metrics: dict[str, float] = field(default_factory=dict)
     averaged: AveragedModel | None = None
-    window_weight: torch.Tensor | None = None  # of the batches of an accumulation window, if a task counts it
     has_terms: bool = False  # whether the task may give any
     terms: dict[str, RunningMean] = field(default_factory=dict)  # further scalars of a task's step, by name
     loss: nn.Module = field(default_factory=nn.Identity)  # most have no tensors
@@ -251,14 +246,14 @@ class TrainState:
             self._term(name).load_state_dict(saved)
 
 
-def not_finite(contents: Mapping[str, Any], by_design: Collection[str] = ()) -> str:
+def not_finite(contents: Mapping[str, Any], never_finite: Collection[str] = ()) -> str:
     """Name of the first tensor in the state dicts `model`, `loss` and `optimizer` that is not finite, or ""; waits for the device.
 
-    Tensors of model and loss that are `by_design` never finite, such as a mask of infinities, do not count.
+    Tensors of model and loss named in `never_finite`, such as a mask of infinities, do not count.
     """
     found = list(named_tensors(contents["model"]))
     found += [named for part in ("loss", "optimizer") for named in named_tensors(contents.get(part), part)]
-    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in by_design]
+    named = [(name, tensor) for name, tensor in found if tensor.is_floating_point() and name not in never_finite]
     if not named:
         return ""
     # One flag for all of them, because reading each would wait.
@@ -309,28 +304,8 @@ def list_problems(names: Mapping[str, Sequence[str]]) -> str:
     )
 
 
-def _divided(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
-    """The moments by number of the weight, divided among the ranks where the weight is."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    moments = dict(state["state"])
-    for number, weight in zip(numbers, weights, strict=False):
-        if number in moments:
-            for name, value in moments[number].items():
-                if name in _MOMENTS and isinstance(value, torch.Tensor) and kind_of(value) != kind_of(weight):
-                    raise ValueError(f"the optimizer's {name} is {value.dtype}, and its weight {weight.dtype}")
-            moments[number] = {
-                name: divided_like(value, weight) if getattr(value, "shape", None) == weight.shape else loaded(value)
-                for name, value in moments[number].items()
-            }
-    return moments
-
-
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load an optimizer's moments and counters, and keep the settings that it was built with.
-
-    A fused kernel walks through weight and moments by address and checks no shapes: moments of another shape would make it
-    write out of bounds, those of another memory layout pair the wrong numbers. So moments get the layout of their weights.
 
     Raises:
         ValueError: if the parameter groups do not match, or moments have another shape or kind of values than their weights.
@@ -338,22 +313,38 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     # A learning rate that the command line changed has to survive the load; timm's LAMB counts its steps in the group
     counted = ("params", "step")
     settings = [{key: value for key, value in group.items() if key not in counted} for group in optimizer.param_groups]
-    groups = state["param_groups"]
-    if len(groups) == len(settings):
+    groups, moments = state["param_groups"], dict(state["state"])
+    sizes, own_sizes = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+    if sizes == own_sizes:  # else torch refuses them
         # load_state_dict places the step counters by these settings: fused kernels need them on the device.
         groups = [{**saved, **own} for saved, own in zip(groups, settings, strict=True)]
-    optimizer.load_state_dict({**state, "state": _divided(optimizer, state), "param_groups": groups})
-    for weight, moments in optimizer.state.items():
-        for name, value in moments.items():
-            if not isinstance(value, torch.Tensor) or (name not in _MOMENTS and value.numel() == 1):
-                continue
-            if value.shape == weight.shape:
-                # torch loads moments in the layout of the file; kernels want that of the weight
-                if value.stride() != weight.stride():
-                    moments[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-            elif name in _MOMENTS or any(group.get("fused") for group in optimizer.param_groups):
-                # Fused kernels do not check shapes, and would read beyond the end of the memory
-                shapes = f"{tuple(value.shape)} for a weight of {tuple(weight.shape)}"
-                raise ValueError(f"the optimizer's {name} has the shape {shapes}")
+        for group, own in zip(groups, optimizer.param_groups, strict=True):
+            for number, weight in zip(group["params"], own["params"], strict=True):
+                if number in moments:
+                    found = moments[number].items()
+                    fused = bool(own.get("fused"))
+                    moments[number] = {name: _fitting(name, value, weight, fused) for name, value in found}
+    optimizer.load_state_dict({**state, "state": moments, "param_groups": groups})
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
+
+
+def _fitting(name: str, value: Any, weight: torch.Tensor, fused: bool) -> Any:
+    """A value that an optimizer keeps for a weight, divided among the ranks and laid out as the weight is.
+
+    A fused kernel walks through weight and moments by address and checks no shapes: moments of another shape would make it
+    write out of bounds, those of another memory layout pair the wrong numbers.
+    """
+    value = loaded(value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    if name in _MOMENTS and kind_of(value) != kind_of(weight):
+        raise ValueError(f"the optimizer's {name} is {value.dtype}, and its weight {weight.dtype}")
+    if value.shape == weight.shape:
+        value = divided_like(value, weight)
+        return value if value.stride() == weight.stride() else torch.empty_like(weight, dtype=value.dtype).copy_(value)
+    if name in _MOMENTS or (fused and value.numel() != 1):
+        raise ValueError(
+            f"the optimizer's {name} has the shape {tuple(value.shape)} for a weight of {tuple(weight.shape)}"
+        )
+    return value

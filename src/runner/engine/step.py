@@ -45,34 +45,32 @@ class Supervised:
         return {"loss": self.loss(outputs, targets), "outputs": outputs, "targets": targets}
 
 
-@dataclass(frozen=True)
 class AdaptiveClip:
     """Bounds the gradient of each unit by a multiple of the norm of its weights (Brock et al., arXiv:2102.06171).
 
     A unit computes one output: a row of a matrix, a filter of a convolution; a vector, such as a bias, is one unit. Norms
-    are 2-norms; weight norms below 0.001 count as 0.001. As in the paper, the last linear layer is not clipped."""
+    are 2-norms; weight norms below 0.001 count as 0.001. As in the paper, the last linear layer is not clipped.
 
-    ratio: float  # largest norm of a unit's gradient, as a multiple of the norm of its weights
-    parameters: tuple[nn.Parameter, ...]  # the parameters whose gradients are bounded
+    `ratio` is the largest norm of a unit's gradient, as a multiple of the norm of its weights.
+    """
 
-    @classmethod
-    def of(cls, model: nn.Module, ratio: float) -> AdaptiveClip:
-        """Bounds for all parameters of a model except those of its last linear layer."""
+    def __init__(self, model: nn.Module, ratio: float) -> None:
+        self._ratio = ratio
         linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-        spared = {id(parameter) for parameter in linear[-1].parameters()} if linear else set()
-        return cls(ratio, tuple(parameter for parameter in model.parameters() if id(parameter) not in spared))
+        spared = set(linear[-1].parameters()) if linear else set()
+        self._parameters = [parameter for parameter in model.parameters() if parameter not in spared]
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Scale down, in place, the gradient of every unit that exceeds its bound."""
-        pairs = [(each, each.grad) for each in self.parameters if each.grad is not None]
+        pairs = [(each, each.grad) for each in self._parameters if each.grad is not None]
         if not pairs:
             return
         # foreach kernels: a loop over weights would launch thousands of small ones
         factors: Any = [_norms(weight) for weight, _ in pairs]
         norms: Any = [_norms(gradient) for _, gradient in pairs]
         torch._foreach_clamp_min_(factors, _SMALLEST)
-        torch._foreach_mul_(factors, self.ratio)
+        torch._foreach_mul_(factors, self._ratio)
         torch._foreach_clamp_min_(norms, torch.finfo(torch.float32).tiny)
         torch._foreach_div_(factors, norms)
         torch._foreach_clamp_max_(factors, 1.0)
@@ -89,9 +87,9 @@ class Step:
     """
 
     state: TrainState  # what training changes
-    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over what `weight` counts
+    objective: Callable[[Any], Tensor]  # the data of a batch -> scalar mean over what `weight_of` counts
     compiled: Callable[[Any], Tensor] | None = None  # the objective compiled, which replaces it
-    weight: Callable[[Any], Any] | None = None  # what the mean of the data of a batch is over; None for its samples
+    weight_of: Callable[[Any], Any] | None = None  # how much the data of a batch counts; None for its number of samples
     autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext  # around the objective
     clip_norm: float | None = None  # largest 2-norm of all gradients together; None for no limit
     clip_value: float | None = None  # largest absolute value of a gradient element; None for no limit
@@ -99,16 +97,17 @@ class Step:
     guard: NonFiniteGuard | None = None  # prevents steps with gradients that are not finite; None allows them
     optimizer_step: Callable[[], object] | None = None  # a faster equivalent of `optimizer.step`; None for that itself
     after_step: Callable[[], object] | None = None  # called at the end of each step, even if its update was skipped
+    _counted: Tensor | None = field(default=None, init=False)  # the sum of `weight_of` over an accumulation window
 
-    def __call__(self, batch: Batch, weight: float, samples: int, *, update: bool) -> None:
-        """Train on a batch that is on the device; for `weight`, `samples` and `update` see `EpochPlan.parts`."""
-        self.accumulate(batch, weight, samples)
+    def __call__(self, batch: Batch, share: float, samples: int, *, update: bool) -> None:
+        """Train on a batch that is on the device; for `share`, `samples` and `update` see `EpochPlan.parts`."""
+        self.accumulate(batch, share, samples)
         if update:
             self.update()
 
-    def accumulate(self, batch: Batch, weight: float, samples: int) -> None:
+    def accumulate(self, batch: Batch, share: float, samples: int) -> None:
         """Add a batch's share of the gradients."""
-        self.backward(self.forward(batch, samples), self.share(batch.data, weight))
+        self.backward(self.forward(batch, samples), self.factor(batch.data, share))
 
     def forward(self, batch: Batch, samples: int) -> Tensor:
         """The mean loss of a batch, which is also added to the running mean."""
@@ -129,25 +128,25 @@ class Step:
         """As `loss`, for callers that have entered `autocast`."""
         return (self.compiled or self.objective)(data)
 
-    def share(self, data: Any, share: float) -> float | Tensor:
-        """The factor of a batch's loss in its window: its share of the samples, or the weight that the task counts.
+    def factor(self, data: Any, share: float) -> float | Tensor:
+        """The factor of a batch's loss in its window: its share of the samples, or what `weight_of` counts.
 
-        `combine` divides the gradients by the sum of the weights, which is known only at the end of the window.
+        `combine` divides the gradients by the sum of these counts, which is known only at the end of the window.
         """
-        if self.weight is None:
+        if self.weight_of is None:
             return share
-        state = self.state
-        weight = torch.as_tensor(self.weight(data), dtype=state.meter.dtype, device=state.meter.device)
+        meter = self.state.meter
+        count = torch.as_tensor(self.weight_of(data), dtype=meter.dtype, device=meter.device)
         if share == 0:  # a rank without a sample of this batch has taken another one
-            weight = torch.zeros_like(weight)
-        state.window_weight = weight if state.window_weight is None else state.window_weight + weight
-        return weight
+            count = torch.zeros_like(count)
+        self._counted = count if self._counted is None else self._counted + count
+        return count
 
-    def backward(self, loss: Tensor, weight: float | Tensor, inputs: Sequence[Tensor] | None = None) -> None:
-        """Accumulate a batch's share of the gradients, of all weights or of `inputs`."""
-        # The usual weight is 1, and a multiplication less is a kernel less.
-        if isinstance(weight, Tensor) or weight != 1.0:
-            loss = loss * weight
+    def backward(self, loss: Tensor, factor: float | Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+        """Accumulate a batch's share of the gradients, of all parameters or of `inputs`."""
+        # The usual factor is 1, and a multiplication less is a kernel less.
+        if isinstance(factor, Tensor) or factor != 1.0:
+            loss = loss * factor
         if self.state.scaler is not None:
             loss = self.state.scaler.scale(loss)
         loss.backward(inputs=inputs)  # type: ignore[no-untyped-call]
@@ -160,16 +159,16 @@ class Step:
         """Make an optimizer's gradients those of all batches and ranks of an accumulation window.
 
         Returns:
-            What they were divided by, if the task counts a weight.
+            What they were divided by, if `weight_of` counts something else than samples.
         """
-        if self.state.window_weight is None:
+        if self._counted is None:
             return None
-        # The weights of all batches and ranks are known only now; the ranks have averaged, and not added
-        total = world().total(self.state.window_weight) / world().size
+        # The counts of all batches and ranks are known only now; the ranks have averaged, and not added
+        total = world().total(self._counted) / world().size
         total = total.where(total != 0, 1)  # nothing counts in this step: its gradients are zeros
-        gradients = [weight.grad for weight in parameters_of(optimizer) if weight.grad is not None]
+        gradients = [parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None]
         torch._foreach_div_(gradients, total)
-        self.state.window_weight = None
+        self._counted = None
         return total
 
     def apply(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -191,14 +190,19 @@ class Step:
         return allowed
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clip the gradients that there are, as the config says."""
+        """Clip each gradient element to `clip_value`, then each unit by `clip_adaptive`, then the norm of all to `clip_norm`."""
         if self.clip_norm is None and self.clip_value is None and self.clip_adaptive is None:
             return
         # Clipping needs the gradients as they are, so the loss scale is removed first
         if self.state.scaler is not None:
             self.state.scaler.unscale_(optimizer)
         trained = [parameter for _, parameter in self.state.named_parameters()]
-        clip_gradients(trained, self.clip_norm, self.clip_value, self.clip_adaptive)
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(trained, self.clip_value)
+        if self.clip_adaptive is not None:
+            self.clip_adaptive()
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trained, self.clip_norm)
 
     def finish(self, allowed: bool) -> None:
         """Let the task go on from the updated weights, average them, and note the outcome, once all updates are done."""
@@ -224,9 +228,9 @@ class WindowStep(Step):
 
     _window: _Window = field(default_factory=list, init=False)
 
-    def accumulate(self, batch: Batch, weight: float, samples: int) -> None:
+    def accumulate(self, batch: Batch, share: float, samples: int) -> None:
         """Keep a batch until the end of its window."""
-        self._window = [*self._window, (batch, weight, samples)]  # a copy of a step has the same list
+        self._window = [*self._window, (batch, share, samples)]  # a copy of a step has the same list
 
     def update(self) -> None:
         """Train on the window."""
@@ -248,17 +252,17 @@ class WindowStep(Step):
             if found is None:
                 break
             place, name, loss, terms = found
-            batch, weight, samples = window[place]
+            batch, share, samples = window[place]
             sums[place] = sums[place] + loss.detach()
             self.state.add_terms(terms, samples)
             if self.guard is not None:
                 self.guard.watch_loss(loss)
-            # Of its own weights alone: the loss of a generator runs through the discriminator, which has another loss
+            # Of its own parameters alone: the loss of a generator runs through the discriminator, which has another loss
             optimizer = optimizers.named[name]
             own = [each for each in parameters_of(optimizer) if each.requires_grad]
             if not own:  # frozen for a while
                 continue
-            self.backward(loss, self.share(batch.data, weight), own)
+            self.backward(loss, self.factor(batch.data, share), own)
             if place == len(window) - 1:
                 allowed = self.apply(optimizer) and allowed
         for total, (_, _, samples) in zip(sums, window, strict=True):
@@ -267,20 +271,20 @@ class WindowStep(Step):
 
     def _with_closure(self, optimizer: Any, window: _Window) -> bool:
         """Let an optimizer step that computes the loss itself; False, and the weights restored, if it is not finite."""
-        weights = parameters_of(optimizer)
-        before, evaluations = [weight.detach().clone() for weight in weights], 0
+        parameters = [parameter.detach() for parameter in parameters_of(optimizer)]
+        before, evaluations = [parameter.clone() for parameter in parameters], 0
 
         @torch.enable_grad()
         def closure() -> Tensor:
             nonlocal evaluations
             drop_gradients(optimizer)
             total = before[0].new_zeros(())
-            for batch, weight, samples in window:
+            for batch, share, samples in window:
                 # The loss that is logged is that before the update
                 loss = self.loss(batch.data) if evaluations else self.forward(batch, samples)
-                share = self.share(batch.data, weight)
-                self.backward(loss, share)
-                total += loss.detach() * share
+                factor = self.factor(batch.data, share)
+                self.backward(loss, factor)
+                total += loss.detach() * factor
             evaluations += 1
             divisor = self.combine(optimizer)
             if self.guard is not None and not self.guard.allows_step():
@@ -293,7 +297,7 @@ class WindowStep(Step):
         try:
             optimizer.step(closure)
         except _NotFinite:
-            torch._foreach_copy_([weight.detach() for weight in weights], before)
+            torch._foreach_copy_(parameters, before)
             return False
         finally:
             drop_gradients(optimizer)
@@ -311,7 +315,7 @@ class _NotFinite(Exception):
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The weights that an optimizer updates."""
+    """The parameters that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -319,18 +323,6 @@ def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Equals `zero_grad(set_to_none=True)` without its bookkeeping."""
     for parameter in parameters_of(optimizer):
         parameter.grad = None
-
-
-def clip_gradients(
-    parameters: Sequence[nn.Parameter], norm: float | None, value: float | None, adaptive: AdaptiveClip | None = None
-) -> None:
-    """Clip each gradient element to `value`, then each unit as `adaptive` says, then the 2-norm of all to `norm`."""
-    if value is not None:
-        torch.nn.utils.clip_grad_value_(parameters, value)
-    if adaptive is not None:
-        adaptive()
-    if norm is not None:
-        torch.nn.utils.clip_grad_norm_(parameters, norm)
 
 
 def _norms(tensor: Tensor) -> Tensor:

@@ -46,29 +46,27 @@ class _ClassLoss(nn.Module):
             ValueError: the shapes or types do not fit.
         """
         if logits.ndim < 3 or targets.ndim < 2:
-            return self._mean(logits, targets)
+            return self._loss(*self._checked(logits, targets), "mean")
         if targets.dtype != torch.int64 or targets.shape != logits.shape[:1] + logits.shape[2:]:
             raise ValueError(_mismatch(logits, targets, "classes int64 (B, ...) for logits (B, C, ...)"))
         # As rows: on CUDA, torch's loss of images is refused by deterministic=true, and this one is not
         counts = (targets != self.ignore_index).flatten()
-        losses = self._each(logits.movedim(1, -1).flatten(0, -2), targets.flatten().where(counts, 0))
-        return losses.where(counts, 0).sum() / counts.sum().clamp_min(1)
+        rows = self._checked(logits.movedim(1, -1).flatten(0, -2), targets.flatten().where(counts, 0))
+        return self._loss(*rows, "none").where(counts, 0).sum() / counts.sum().clamp_min(1)
 
-    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, targets: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+        """The `mean` over the samples, or with `none` the losses (B,), for classes only."""
         raise NotImplementedError
 
-    def _each(self, logits: Tensor, classes: Tensor) -> Tensor:
-        """The losses (N,) of logits (N, C) and classes int64 (N,)."""
-        raise NotImplementedError
-
-    def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, C) in at least float32, and the class weights (C,) of their type."""
+    def _checked(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Logits (B, C) in at least float32, targets, and the class weights (C,) of the type of the logits."""
         _check_matrix(logits, self.num_classes)
         is_classes = targets.shape == logits.shape[:1] and targets.dtype is torch.int64
         if not is_classes and not (targets.is_floating_point() and targets.shape == logits.shape):
             raise ValueError(_mismatch(logits, targets, "classes int64 (B,) or probabilities float (B, C)"))
-        full = _at_least_float32(logits)
-        return full, None if self.weight is None else self.weight.to(full.dtype)
+        logits = _at_least_float32(logits)
+        targets = targets if is_classes else targets.to(logits.dtype)
+        return logits, targets, None if self.weight is None else self.weight.to(logits.dtype)
 
 
 class CrossEntropy(_ClassLoss):
@@ -101,18 +99,12 @@ class CrossEntropy(_ClassLoss):
             raise ValueError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
         self.label_smoothing = label_smoothing
 
-    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits, weight = self._checked(logits, targets)
-        if targets.is_floating_point():
-            targets = targets.to(logits.dtype)
-        if weight is None:  # the same result with one operation less
-            return F.cross_entropy(logits, targets, label_smoothing=self.label_smoothing)
-        summed = F.cross_entropy(logits, targets, weight=weight, reduction="sum", label_smoothing=self.label_smoothing)
-        return summed / logits.shape[0]
-
-    def _each(self, logits: Tensor, classes: Tensor) -> Tensor:
-        logits, weight = self._checked(logits, classes)
-        return F.cross_entropy(logits, classes, weight, reduction="none", label_smoothing=self.label_smoothing)
+    def _loss(self, logits: Tensor, targets: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+        # torch's mean of weighted losses is over the weights
+        over_samples = weight is not None and reduction == "mean"
+        how = "sum" if over_samples else reduction
+        loss = F.cross_entropy(logits, targets, weight, reduction=how, label_smoothing=self.label_smoothing)
+        return loss / len(logits) if over_samples else loss
 
 
 class Focal(_ClassLoss):
@@ -141,23 +133,15 @@ class Focal(_ClassLoss):
             raise ValueError(f"gamma must not be negative, got {gamma}")
         self.gamma = gamma
 
-    def _mean(self, logits: Tensor, targets: Tensor) -> Tensor:
-        terms = self._terms(logits, targets)
-        # Probabilities of a mixed batch: every class counts by its share
-        if targets.is_floating_point():
-            return (terms * targets.to(terms.dtype)).sum() / logits.shape[0]
-        return terms.gather(1, targets[:, None]).sum() / logits.shape[0]
-
-    def _each(self, logits: Tensor, classes: Tensor) -> Tensor:
-        return self._terms(logits, classes).gather(1, classes[:, None])[:, 0]
-
-    def _terms(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits, weight = self._checked(logits, targets)
+    def _loss(self, logits: Tensor, targets: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
         log_p = F.log_softmax(logits, dim=1)
         # The clamp keeps the gradient of the power finite where p is 1 and gamma below 1.
         rest = -torch.expm1(log_p).clamp(max=-torch.finfo(log_p.dtype).tiny)
         terms = -log_p * rest.pow(self.gamma)
-        return terms if weight is None else terms * weight
+        terms = terms if weight is None else terms * weight
+        # Probabilities of a mixed batch: every class counts by its share
+        of_targets = terms * targets if targets.is_floating_point() else terms.gather(1, targets[:, None])[:, 0]
+        return of_targets if reduction == "none" else of_targets.sum() / len(logits)
 
 
 class _DenseLoss(nn.Module):

@@ -81,7 +81,7 @@ class Saving:
             "sources": source_digests(run.config),
         }
         self._background, self._snapshot = AsyncWriter(), Snapshot()
-        self._by_design, self._hook = set[str](), ExitStack()  # removes the hook of `_copy_behind`
+        self._never_finite, self._hook = set[str](), ExitStack()  # removes the hook of `_copy_behind`
 
     def begin(self, loop: Loop) -> None:
         """Check before the first step that checkpoints fit on the disk."""
@@ -89,7 +89,7 @@ class Saving:
         # Buffers that a model keeps non-finite on purpose, such as masks of -inf, do not mean divergence
         trained = {name for name, _ in state.named_parameters()}
         of_loss = {f"loss.{name}": tensor for name, tensor in state.loss.state_dict().items()}
-        self._by_design = {
+        self._never_finite = {
             name
             for name, tensor in (state.model.state_dict() | of_loss).items()
             if name not in trained and tensor.is_floating_point() and not bool(tensor.isfinite().all())
@@ -208,7 +208,7 @@ class Saving:
         return resume.contents(loop.state, self._callbacks, self._texts, self._known)
 
     def _not_finite(self, contents: dict[str, Any]) -> str:
-        return not_finite({key: contents.get(key) for key in ("model", "loss", "optimizer")}, self._by_design)
+        return not_finite({key: contents.get(key) for key in ("model", "loss", "optimizer")}, self._never_finite)
 
     def __enter__(self) -> Saving:
         return self

@@ -150,11 +150,11 @@ def build_step(
         state,
         steps,
         compiled=toggled.objective_of(task.targets),
-        weight=task.weight if _has(task, "weight") else None,  # type: ignore[attr-defined]
+        weight_of=task.weight if _has(task, "weight") else None,  # type: ignore[attr-defined]
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
-        clip_adaptive=AdaptiveClip.of(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
+        clip_adaptive=AdaptiveClip(state.model, grad_clip.agc) if grad_clip.agc is not None else None,
         guard=NonFiniteGuard(trained, state.optimizer, config.on_nonfinite, scaled=state.scaler is not None),
         optimizer_step=plain_step(state.optimizer),
         after_step=after_step,

@@ -14,7 +14,6 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -31,6 +30,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 Send = Callable[[int], Any]
+Row = tuple[str, str, str]  # label, value and reason for people
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 _KEY = "activation_checkpointing"
@@ -47,18 +47,9 @@ def switch(on: bool) -> None:
     _switched_on, _marked_functions_ran = on, False
 
 
-@dataclass(frozen=True)
-class Recomputed:
-    """The blocks that are computed again in backward."""
-
-    names: tuple[str, ...]
-    row: tuple[str, str, str]  # label, value and reason for people
-    warnings: list[str] = field(default_factory=list)
-
-
 def checkpoint_activations(
-    model: nn.Module, setting: bool | str | list[str], send: Send, autocast: Autocast
-) -> Recomputed | None:
+    model: nn.Module, setting: bool | str | list[str], send: Send, autocast: Autocast, warnings: list[str]
+) -> list[Row]:
     """Recompute blocks of a model in backward, as `activation_checkpointing` says, and try it on two copies of a sample.
 
     Weights, buffers, modes and random generators stay as they are.
@@ -68,16 +59,17 @@ def checkpoint_activations(
         setting: false; true for every block; or patterns of module names.
         send: sends so many copies of a sample through the model; what it returns holds the graph.
         autocast: gives the context that forward passes run in.
+        warnings: gets a sentence if the setting has no effect.
 
     Returns:
-        What was done; None for false.
+        A row for people that says what was done; none for false.
 
     Raises:
         UserError: if a pattern matches nothing, or what it matches cannot be computed again.
     """
     switch(setting is not False)  # a run before this one in the same process may have left it on
     if setting is False:
-        return None
+        return []
     if setting is True:
         blocks = repeated_blocks(model)
     else:
@@ -89,7 +81,7 @@ def checkpoint_activations(
     _try_backward(model, send, autocast)
 
     shown = str(setting).lower() if isinstance(setting, bool) else str(setting)
-    what, warnings = "recomputed in marked functions", list[str]()
+    what = "recomputed in marked functions"
     if blocks:
         counts = Counter(type(module).__name__ for _, module in blocks)
         kinds = ", ".join(counts if len(counts) == 1 else (f"{count} {kind}" for kind, count in counts.items()))
@@ -97,8 +89,8 @@ def checkpoint_activations(
     elif not _marked_functions_ran:
         what = "nothing recomputed"
         advice = "patterns name modules, and runner.runtime.activation.checkpointed marks functions"
-        warnings = [f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}"]
-    return Recomputed(tuple(name for name, _ in blocks), ("activations", what, f"{_KEY}={shown}"), warnings)
+        warnings.append(f"{_KEY}={shown} has no effect: {type(model).__name__} has no repeated blocks; {advice}")
+    return [("activations", what, f"{_KEY}={shown}")]
 
 
 def checkpointed(function: Callable[P, R]) -> Callable[P, R]:

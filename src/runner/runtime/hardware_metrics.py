@@ -47,15 +47,6 @@ _PEAKS: dict[str, tuple[float | None, float, float | None, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class PeakFlops:
-    """The most operations a second."""
-
-    flops: float  # operations a second
-    kind: Kind  # what they compute in
-    source: str  # where the figure is from, for people
-
-
 def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
     """The format of matrix products, as torch is set."""
     if autocast is not None:
@@ -64,8 +55,11 @@ def kind_of(autocast: torch.dtype | None, device: torch.device) -> Kind:
     return "tf32" if rounded else "float32"
 
 
-def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
-    """The peak of a GPU according to its maker; None for one that is not in the table, or a part of one (MIG)."""
+def listed_peak(name: str, kind: Kind) -> tuple[float, str] | None:
+    """The most operations a second of a GPU according to its maker, and where the figure is from, for people.
+
+    None for a GPU that is not in the table, or a part of one (MIG).
+    """
     # A part of a GPU, or one with less power, is slower than the data sheet of its name
     if "MIG" in name or "Laptop" in name or "Max-Q" in name:
         return None
@@ -74,7 +68,7 @@ def listed_peak(name: str, kind: Kind) -> PeakFlops | None:
             if kind == "tf32" and tf32 is None:  # a GPU without it computes as if it were not allowed
                 kind = "float32"
             figure = {"bf16": bf16, "fp16": fp16, "tf32": tf32, "float32": single}[kind]
-            return PeakFlops(figure * 1e12, kind, f"data sheet of {name}, dense {kind}") if figure else None
+            return (figure * 1e12, f"data sheet of {name}, dense {kind}") if figure else None
     return None
 
 
@@ -85,16 +79,16 @@ class HardwareMetrics:
     device: torch.device  # where training runs
     # Floating-point operations that training on one sample needs; None to leave utilisation out
     flops_of_sample: float | None = None
-    peak_flops: PeakFlops | None = None  # what the device can do at most; None to leave utilisation out
+    peak: tuple[float, str] | None = None  # see `listed_peak`; None to leave utilisation out
     _peak_mib: float = field(default=0.0, init=False)
     _looked: float = field(default=float("-inf"), init=False)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """The peak that utilisation is a share of, for people: (label, value, reason), or nothing."""
-        if self.flops_of_sample is None or self.peak_flops is None:
+        if self.flops_of_sample is None or self.peak is None:
             return []
-        most, work = _in_words(self.peak_flops.flops), _in_words(self.flops_of_sample)
-        return [("utilization", f"of {most}/s, {work} a sample", self.peak_flops.source)]
+        most, source = self.peak
+        return [("utilization", f"of {_in_words(most)}/s, {_in_words(self.flops_of_sample)} a sample", source)]
 
     def __call__(self, samples_per_s: float) -> dict[str, float]:
         """The figures of a log line.
@@ -109,8 +103,8 @@ class HardwareMetrics:
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._peak_mib, self._looked = peak_memory(self.device).bytes / 2**20, now
         figures = {"peak_memory_mib": self._peak_mib}
-        if self.flops_of_sample is not None and self.peak_flops is not None:
-            figures["mfu"] = samples_per_s * self.flops_of_sample / self.peak_flops.flops
+        if self.flops_of_sample is not None and self.peak is not None:
+            figures["mfu"] = samples_per_s * self.flops_of_sample / self.peak[0]
         return figures
 
 
@@ -134,12 +128,12 @@ def choose_hardware_metrics(
         return HardwareMetrics(device)
     no_effect = f"log.utilization={str(wanted).lower()} has no effect: "
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    if (peak_flops := listed_peak(name, kind)) is None:
+    if (peak := listed_peak(name, kind)) is None:
         if wanted is True or device.type != "cpu":
             warnings.append(f"{no_effect}no peak of {name} is listed for {kind}")
         return HardwareMetrics(device)
     try:
-        return HardwareMetrics(device, count().of_sample, peak_flops)
+        return HardwareMetrics(device, count().of_sample, peak)
     except RuntimeError as error:
         reason = f"the operations of this model cannot be counted: {first_line(error)}"
         if wanted is True:

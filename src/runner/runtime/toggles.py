@@ -14,7 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from runner.base.errors import UserError
 from runner.config.schema.sections import Compiler
 from runner.config.schema.train import Train
-from runner.runtime.activation import Recomputed, Send, checkpoint_activations
+from runner.runtime.activation import Row, Send, checkpoint_activations
 from runner.runtime.blocks import repeated_blocks
 from runner.runtime.device import missing_compiler
 from runner.runtime.precision import Precision
@@ -49,7 +49,7 @@ class Compilation:
         self.line: Callable[[str], object] = str  # gets the report
         self._utils, self._made, self._reported = utils, time.time(), 0.0
         self._before = (0.0, 0, 0)
-        self._before = (self.seconds, self.graphs, self.graph_breaks)
+        self._before = self.spent()
 
     def row(self) -> tuple[str, str, str]:
         """Label, value and reason for people."""
@@ -58,30 +58,18 @@ class Compilation:
         reason = f"compile={self.what}, mode {self.options.mode}, {_SHAPES[self.options.dynamic]}"
         return "compiled", parts, reason
 
-    @property
-    def seconds(self) -> float:
-        """Time spent compiling."""
-        return float(self._utils.calculate_time_spent()["total_wall_time"] - self._before[0])
-
-    @property
-    def graphs(self) -> int:
-        """Graphs compiled."""
-        return int(self._utils.counters["stats"]["unique_graphs"] - self._before[1])
-
-    @property
-    def graph_breaks(self) -> int:
-        """Places where code could not be compiled and runs in Python."""
-        return sum(self._utils.counters["graph_break"].values()) - self._before[2]
-
-    @property
-    def recompilations(self) -> int:
-        """Frames that were compiled again."""
-        frames: list[Any] = self._utils.get_compilation_metrics()
-        return sum(bool(frame.recompile_reason) and (frame.start_time or 0.0) >= self._made for frame in frames)
+    def spent(self) -> tuple[float, int, int]:
+        """Seconds of compiling since this was made, graphs compiled, and graph breaks: places that run in Python."""
+        (seconds, graphs, breaks), counters = self._before, self._utils.counters
+        return (
+            float(self._utils.calculate_time_spent()["total_wall_time"] - seconds),
+            int(counters["stats"]["unique_graphs"] - graphs),
+            sum(counters["graph_break"].values()) - breaks,
+        )
 
     def on_step(self, loop: Any) -> None:
         """Take off what compiling took since the last step, and report the first time."""
-        total, before = self.seconds, self._reported
+        (total, graphs, breaks), before = self.spent(), self._reported
         if total == before:
             return
         # Time spent on compiling is not training, or the throughput would look wrong
@@ -89,7 +77,6 @@ class Compilation:
         self._reported = total
         if before:
             return
-        graphs, breaks = self.graphs, self.graph_breaks
         counts = f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"
         more = "; TORCH_LOGS=graph_breaks shows where" if breaks else ""
         self.line(f"compiled in {total:.1f} s by the end of step {loop.state.position.global_step}: {counts}{more}")
@@ -100,8 +87,10 @@ class Compilation:
 
     def summary(self) -> dict[str, Any]:
         """`compile_s`, `graph_breaks` and `recompilations`, for the summary of a run."""
-        seconds = round(self.seconds, 3)
-        return {"compile_s": seconds, "graph_breaks": self.graph_breaks, "recompilations": self.recompilations}
+        seconds, _, breaks = self.spent()
+        frames: list[Any] = self._utils.get_compilation_metrics()
+        again = sum(bool(frame.recompile_reason) and (frame.start_time or 0.0) >= self._made for frame in frames)
+        return {"compile_s": round(seconds, 3), "graph_breaks": breaks, "recompilations": again}
 
 
 def compile_learner(
@@ -245,15 +234,14 @@ def compile_optimizer(optimizer: torch.optim.Optimizer, options: Compiler) -> st
 class Toggled:
     """The changes made to a model, and warnings about them."""
 
-    recomputed: Recomputed | None = None  # what is computed again in backward; None for nothing
+    recomputed: list[Row]  # what is computed again in backward, if anything is
+    warnings: list[str]  # settings that have no effect, or not the wanted one
     compilation: Compilation | None = None  # what is compiled; None for nothing
-    warnings: list[str] = field(default_factory=list)  # settings that have no effect, or not the wanted one
 
     def objective_of(self, targets: Callable[[Tensor], Tensor]) -> Callable[[tuple[Tensor, Tensor]], Tensor] | None:
         """(images, targets of the data set) -> loss, where forward and loss are compiled together."""
-        if self.compilation is None or (compiled := self.compilation.objective) is None:
-            return None
-        return lambda data: compiled(data[0], targets(data[1]))
+        compiled = self.compilation.objective if self.compilation else None
+        return None if compiled is None else lambda data: compiled(data[0], targets(data[1]))
 
     def compile_step_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Compile the optimizer's step too, if the step is what is compiled."""
@@ -267,10 +255,9 @@ class Toggled:
         self.compilation.line = line
         return [self.compilation]
 
-    def rows(self) -> list[tuple[str, str, str]]:
+    def rows(self) -> list[Row]:
         """Labels, values and reasons for people."""
-        recomputed = [self.recomputed.row] if self.recomputed else []
-        return recomputed + ([self.compilation.row()] if self.compilation else [])
+        return self.recomputed + ([self.compilation.row()] if self.compilation else [])
 
 
 def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precision, send: Send) -> Toggled:
@@ -279,31 +266,27 @@ def toggle(config: Train, model: nn.Module, loss: nn.Module, precision: Precisio
     Raises:
         UserError: if a setting is not supported.
     """
-    toggled = Toggled(warnings=list(precision.warnings))
+    warnings = list(precision.warnings)
     # Only 2-d convolutions have a kernel for that layout
     has_convolution = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in model.modules())
     if config.channels_last and not has_convolution:
-        toggled.warnings.append(
+        warnings.append(
             f"channels_last=true has no effect: {type(model).__name__} has no 2-d convolution, whose layout it is"
         )
     # Before compilation, which would otherwise compile blocks that are wrapped afterwards
-    toggled.recomputed = checkpoint_activations(model, config.activation_checkpointing, send, precision.autocast)
-    if toggled.recomputed is not None:
-        toggled.warnings += toggled.recomputed.warnings
+    recomputed = checkpoint_activations(model, config.activation_checkpointing, send, precision.autocast, warnings)
     if config.compile is False:
         # A changed option that nothing reads is probably a forgotten compile=true
         if config.compiler != Compiler():
-            toggled.warnings.append("compiler has no effect: nothing is compiled, as compile=false")
-        return toggled
-    what: Literal["model", "blocks", "step"] = config.compile if isinstance(config.compile, str) else "model"
-    toggled.compilation = compile_learner(
+            warnings.append("compiler has no effect: nothing is compiled, as compile=false")
+        return Toggled(recomputed, warnings)
+    compilation = compile_learner(
         model,
         loss,
         precision.device,
-        what,
+        config.compile if isinstance(config.compile, str) else "model",
         config.compiler,
         deterministic=bool(config.deterministic),
         mixed=precision.dtype is not None,
     )
-    toggled.warnings += toggled.compilation.warnings
-    return toggled
+    return Toggled(recomputed, warnings + compilation.warnings, compilation)

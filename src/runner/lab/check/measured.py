@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.engine.callbacks import UnfreezeCallback
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
@@ -200,7 +199,7 @@ def measure_step(context: CheckContext) -> Step:
         dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
         limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
         evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
-        callbacks=[UnfreezeCallback(lambda line: None), *own.values()],
+        callbacks=[*own.values()],
         monitor=training.monitor,
     ).run()
     # A callback may end the run after the first step
