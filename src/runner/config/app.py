@@ -136,11 +136,12 @@ def merged_once() -> Iterator[None]:
         implementation._compose_config_from_defaults_list = merge
 
 
-def show(verb: str, argv: list[str]) -> int:
-    """Let Hydra show what its flags ask for, as if it had been started by itself; returns the exit status.
+def show(verb: str, argv: list[str]) -> None:
+    """Let Hydra show what its flags ask for, as if it had been started by itself.
 
     Raises:
         ConfigError: if Hydra refuses it.
+        SystemExit: with Hydra's exit status, for some of the flags.
     """
 
     def task(cfg: DictConfig) -> None:
@@ -155,26 +156,22 @@ def show(verb: str, argv: list[str]) -> int:
     try:
         with files_checked():
             hydra.main(config_path=str(shipped()), config_name=verb, **_VERSION_BASE)(task)()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except REFUSALS as error:
         raise ConfigError([as_problem(error)]) from error
     finally:
         sys.argv = saved
         os.environ["HYDRA_FULL_ERROR"] = shown or "0"
-    return 0
 
 
-def complete(verb: str, argv: Sequence[str]) -> int:
+def complete(verb: str, argv: list[str]) -> None:
     """Let Hydra answer a query of tab completion; what options have in common is not an option."""
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
-        status = show(verb, list(argv))
+        show(verb, argv)
     text = answer.getvalue()
     if any(word.startswith("query=") for word in argv):
         text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
     sys.stdout.write(text)
-    return status
 
 
 def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:

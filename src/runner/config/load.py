@@ -47,10 +47,10 @@ _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
 @contextlib.contextmanager
-def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | int]:
+def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | None]:
     """Parse, check and compose a command line, with Hydra set up to compose further jobs.
 
-    Yields the exit status instead if the command line asks Hydra to show something.
+    Yields None once Hydra has shown what the command line asks it to show.
 
     Raises:
         ConfigError: with every problem found in the overrides and the composition.
@@ -71,7 +71,8 @@ def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | int]:
     if shows:
         if problems := [*checked.problems, *checked.unknown_keys()]:
             raise ConfigError(problems)
-        yield show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
+        show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
+        yield None
         return
     named = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
     command = Composition(
