@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,7 +41,6 @@ T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
-_OF_SWEEPS = ("launcher", "sweeper")  # parts of Hydra's own config
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
@@ -69,8 +67,8 @@ def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | None]:
     checked = check_overrides(flags.overrides, schema, sources, several)
     # Flags that only show something go to Hydra, once the overrides are known to be right
     if shows:
-        if problems := [*checked.problems, *checked.unknown_keys()]:
-            raise ConfigError(problems)
+        if checked.problems:
+            raise ConfigError(checked.explained())
         show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
         yield None
         return
@@ -114,8 +112,6 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     Raises:
         ConfigError: with every problem found.
     """
-    # Problems are collected, so that one start shows all of them
-    problems, failure = [*checked.problems, *not_folders(checked.accepted)], list[Problem]()
     if command.sources.primary(command.primary) is None:
         names = sorted(path.stem for folder in command.sources.folders for path in folder.glob("*.yaml"))
         message, close = f"there is no config '{command.primary}'", nearest(command.primary, names)
@@ -124,6 +120,8 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
     canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
     job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
+    # Problems are collected, so that one start shows all of them
+    failure = list[Problem]()
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
@@ -132,24 +130,26 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         app: Any = GlobalHydra.instance().hydra
         cfg: DictConfig = app.compose_config(command.primary, [*added, *words], RunMode.RUN)
         names = [key for key in keys.flatten(OmegaConf.to_container(cfg, resolve=False)) if key[:6] != "hydra."]
-        choices = {str(group): name for group, name in cfg.hydra.runtime.choices.items()}
-        plain = functools.partial(OmegaConf.to_container, resolve=True)
+        choices = {str(group): str(name) for group, name in cfg.hydra.runtime.choices.items() if name}
+        is_sweep = command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN")
         job = dataclasses.replace(
             job,
-            group_choices={group: str(name) for group, name in choices.items() if name and "hydra/" not in group},
-            hydra={kind: (str(choices.get(f"hydra/{kind}")), plain(cfg.hydra[kind])) for kind in _OF_SWEEPS},
-            is_sweep=command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN"),
+            group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
+            is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
         )
         job = dataclasses.replace(job, values=_plain(cfg))
+        if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command
+            parts = {kind: OmegaConf.to_container(cfg.hydra[kind], resolve=True) for kind in ("launcher", "sweeper")}
+            job = dataclasses.replace(job, hydra={kind: (choices[f"hydra/{kind}"], parts[kind]) for kind in parts})
     except ConfigError as error:
         failure = list(error.problems)
     except REFUSALS as error:
         failure = [as_problem(error, names)]
         if job.group_choices:  # it is composed, and a value of it cannot be resolved
             failure = job.with_origins(failure)
-    # Unknown keys wait until here: the nearest key may be one of a component that this config selects.
-    problems += checked.unknown_keys(names)
+    # Only now, as the nearest key may be one of a component that this config selects
+    problems = [*checked.explained(names), *not_folders(checked.accepted)]
     if failure:
         raise ConfigError([*problems, *failure])
     # A run inside a sweep's folder that resumes is a job of it
@@ -287,17 +287,11 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     return dataclasses.replace(problem, message=f"has keys, but {group}={name} is not selected", allowed=allowed)
 
 
-def validated(values: dict[str, Any], composition: Composition, schema: type[T], **options: Any) -> T:
-    """The config of plain values; arguments as `problems_in` takes them. Raises `ConfigError` with every problem there is."""
-    config, problems = problems_in(values, composition, schema, **options)
-    if problems or config is None:
-        raise ConfigError(problems)
-    return config
-
-
 def resolve_config(composition: Composition, schema: type[T]) -> T:
     """The validated config of a command line. Raises `ConfigError` with every problem there is."""
-    config = validated(composition.values, composition, schema)
+    config, problems = problems_in(composition.values, composition, schema)
+    if problems or config is None:
+        raise ConfigError(problems)
     return config if config.ckpt_path is not None else with_preferred_data(config, composition.overrides)
 
 
