@@ -177,10 +177,8 @@ def call(
         composition = dataclasses.replace(composed[0], values=values, overrides=words, run_dir=folder)
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-            try:
-                runner.verbs.train.run(composition)
-            except SystemExit:
-                pytest.fail(shown.getvalue())
+            directory, _ = runner.verbs.train.run(composition)
+        assert directory.exit_code == 0, shown.getvalue()
         return {**json.loads((folder / "summary.json").read_text()), "shown": shown.getvalue(), "folder": folder}
 
     yield train

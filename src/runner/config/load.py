@@ -45,8 +45,8 @@ _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
 @contextlib.contextmanager
-def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | None]:
-    """Parse, check and compose a command line, with Hydra set up to compose further jobs.
+def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Composition | None]:
+    """Parse, check and compose a command line, see `compose`, with Hydra set up to compose further jobs.
 
     Yields None once Hydra has shown what the command line asks it to show.
 
@@ -82,7 +82,7 @@ def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | None]:
     )
     # Jobs of a sweep differ in a few words, so what they share is merged once
     with application(verb, sources), merged_once() if several else contextlib.nullcontext():
-        yield compose(command, checked)
+        yield compose(command, checked, imports)
 
 
 def sources_of(flags: argparse.Namespace) -> Sources:

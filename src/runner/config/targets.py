@@ -227,15 +227,6 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
     return [Problem(key, f"cannot be {shown(value)}", keys.describe(either))]
 
 
-def optimizers_taking(argument: str) -> list[str]:
-    """Names of torch's optimizers that have an argument."""
-    import torch.optim
-
-    classes = [member for member in vars(torch.optim).values() if inspect.isclass(member)]
-    optimizers = [each for each in classes if issubclass(each, torch.optim.Optimizer)]
-    return sorted(each.__name__ for each in optimizers if argument in inspect.signature(each).parameters)
-
-
 def extras_of(key: str, node: Mapping[str, Any]) -> Any:
     """The keys of a validated component that the program reads itself: an object of `extras_class`, defaults filled in."""
     kind = extras_class(key)
