@@ -327,13 +327,6 @@ def test_a_mistake_found_while_building_leaves_no_run(rejected, tiny, workdir):
     assert not (workdir / "chosen").exists()
 
 
-def test_a_config_of_ones_own_that_lacks_sections_is_told_which(rejected, workdir):
-    (workdir / "mine").mkdir()
-    (workdir / "mine" / "bare.yaml").write_text("seed: 1\n")
-    result = rejected("train", "--config-dir", "mine", "--config-name", "bare")
-    assert "model: is missing" in result.err
-
-
 def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     result = run("train", *tiny, "model.dropout=2")
