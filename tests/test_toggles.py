@@ -14,8 +14,7 @@ import io
 import itertools
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from extended import some
 
 import runner.verbs.train
 from runner.checkpoint.file import read
+from runner.config import keys
 from runner.config.composition import Composition
 
 # Of torch's compiler, looking through what it resumes with.
@@ -141,48 +141,34 @@ def test_the_covering_array_has_every_pair_of_toggles() -> None:
 
 
 @pytest.fixture(scope="module")
-def composed() -> list[Composition]:
-    """The composition of `SMALL`, once it is made."""
-    return []
-
-
-@pytest.fixture(scope="module")
 def digests() -> dict[str, str]:
     """Weights of the runs that were not stopped, by their toggles."""
     return {}
 
 
 @pytest.fixture
-def call(
-    compose: Callable[..., Composition], composed: list[Composition], workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., dict[str, Any]]]:
+def call(compose: Callable[..., Composition], workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Train with some keys set, and give the summary."""
     (workdir / "tiny_model.py").write_text(MODEL, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
-    if not composed:
-        own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
-        composed.append(compose(*SMALL, *own, "data.dataset._target_=tiny_model.sharded"))
+    own = ("model._target_=tiny_model.Tiny", "~model.width", "model.dropout=0.0", "max_steps=1")
+    composed = compose(*SMALL, *own, "data.dataset._target_=tiny_model.sharded")
     numbers = itertools.count()
 
     def train(**settings: Any) -> dict[str, Any]:
-        values = copy.deepcopy(composed[0].values)
+        values = copy.deepcopy(composed.values)
         for key, value in settings.items():
-            *parents, last = key.split(".")
-            section = values
-            for parent in parents:
-                section = section[parent]
-            section[last] = value
+            keys.put(values, key, value)
         words = [f"{key}={json.dumps(value)}".lstrip("+") for key, value in settings.items()]
         folder = workdir / f"run_{next(numbers)}"
-        composition = dataclasses.replace(composed[0], values=values, overrides=words, run_dir=folder)
+        composition = dataclasses.replace(composed, values=values, overrides=words, run_dir=folder)
         shown = io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
             directory, _ = runner.verbs.train.run(composition)
         assert directory.exit_code == 0, shown.getvalue()
         return {**json.loads((folder / "summary.json").read_text()), "shown": shown.getvalue(), "folder": folder}
 
-    yield train
-    sys.modules.pop("tiny_model", None)
+    return train
 
 
 def digest(chosen: dict[str, Any], call: Callable[..., Any], digests: dict[str, str]) -> str:
@@ -254,12 +240,12 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
 
 
 def test_a_compiled_step_resumes_with_the_same_bits(call: Any) -> None:
-    keys: dict[str, Any] = {"data.drop_last": True, "amp": "bf16", "grad_clip.norm": 1.0, "accumulate": 2}
-    keys["activation_checkpointing"] = True
-    plain = read(call(max_steps=4, **keys)["folder"] / "checkpoints" / "last.safetensors")["model"]
-    keys["compile"] = "step"
-    whole = call(max_steps=4, **keys)
-    rest = call(max_steps=4, ckpt_path=str(call(max_steps=2, **keys)["folder"]))
+    chosen: dict[str, Any] = {"data.drop_last": True, "amp": "bf16", "grad_clip.norm": 1.0, "accumulate": 2}
+    chosen["activation_checkpointing"] = True
+    plain = read(call(max_steps=4, **chosen)["folder"] / "checkpoints" / "last.safetensors")["model"]
+    chosen["compile"] = "step"
+    whole = call(max_steps=4, **chosen)
+    rest = call(max_steps=4, ckpt_path=str(call(max_steps=2, **chosen)["folder"]))
     # The gradient of Tiny's largest values is NaN unless compiled code rounds where autocast does.
     assert "forward and loss together" in rest["shown"]
     assert rest["weights_sha256"] == whole["weights_sha256"]

@@ -49,8 +49,8 @@ VALUES = [
     ("optimizer={lr:0.5,maximize:true}", "optimizer.betas", [0.9, 0.999]),
     (
         "callbacks=[default,early_stopping]",
-        "callbacks.lr_monitor",
-        {"_target_": "runner.engine.callbacks.LearningRateMonitor"},
+        "callbacks.lr_monitor._target_",
+        "runner.engine.callbacks.LearningRateMonitor",
     ),
     ("callbacks=[default,early_stopping]", "callbacks.early_stopping.patience", 5),
     ("~model.dropout", "model.dropout", ...),
