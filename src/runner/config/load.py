@@ -56,7 +56,7 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
     """
     schema = VERBS[verb]
     flags = parse_flags(argv, [*keys.all_keys(schema), *Sources().groups()])
-    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    shows = bool(flags.cfg or flags.info or flags.hydra_help)
     if flags.resolve and not shows:
         raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     sources = sources_of(flags)
@@ -65,13 +65,6 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
         print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
     several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
     checked = check_overrides(flags.overrides, schema, sources, several)
-    # Flags that only show something go to Hydra, once the overrides are known to be right
-    if shows:
-        if checked.problems:
-            raise ConfigError(checked.explained())
-        show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
-        yield None
-        return
     named = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
     command = Composition(
         schema,
@@ -82,7 +75,14 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
     )
     # Jobs of a sweep differ in a few words, so what they share is merged once
     with application(verb, sources), merged_once() if several else contextlib.nullcontext():
-        yield compose(command, checked, imports)
+        if not shows:
+            yield compose(command, checked, imports)
+            return
+        # Flags that only show something go to Hydra, once the overrides are known to be right
+        if checked.problems:
+            raise ConfigError(checked.explained())
+        show(flags, command.primary, checked.accepted)
+        yield None
 
 
 def sources_of(flags: argparse.Namespace) -> Sources:
