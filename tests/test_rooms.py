@@ -203,10 +203,10 @@ def test_the_eight_files_to_read_first_are_short() -> None:
 
 
 BUDGET = {
-    ".": 825,
+    ".": 822,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_403,
-    "config": 3_641,
+    "config": 3_615,
     "data": 7_750,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
     "engine": 3_022,  # with the step of ranks, which was in distributed

@@ -210,10 +210,13 @@ def problems_in(
         if (builds is None or within(key, builds)) and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
             problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"))
-    # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
-    left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
-    problems = [each for each in problems if not (each.kind == "argument" and each.key in left_over)]
-    problems = [_of_an_option(problem, composition) for problem in problems]
+    problems = [
+        _of_an_option(problem, composition)
+        for problem in problems
+        # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
+        if not (problem.kind == "argument" and keys.at(values, problem.key) is None)
+        or says(problem.key, composition.overrides)
+    ]
     if imports and config is not None and not (problems or where or may_resume(composition)):
         problems = statistics_of_others(config, composition)
     return config, composition.with_origins(problems, where)
