@@ -206,7 +206,7 @@ BUDGET = {
     ".": 822,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_403,
-    "config": 3_615,
+    "config": 3_616,
     "data": 7_750,  # boxes, outlines and names of all readers are checked alike
     "distributed": 654,
     "engine": 3_022,  # with the step of ranks, which was in distributed

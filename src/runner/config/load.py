@@ -48,7 +48,8 @@ _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Composition | None]:
     """Parse, check and compose a command line, see `compose`, with Hydra set up to compose further jobs.
 
-    Yields None once Hydra has shown what the command line asks it to show.
+    Yields None once Hydra has shown what the command line asks it to show. With `imports`, which is for Python, no preset makes
+    several values a sweep.
 
     Raises:
         ConfigError: with every problem found in the overrides and the composition.
@@ -63,7 +64,7 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
     # A file of the user with the name of a shipped one would silently have no effect
     for path in sources.hidden():
         print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
-    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
+    several = flags.multirun or (not imports and _asks_for_sweep(flags.overrides, sources))
     checked = check_overrides(flags.overrides, schema, sources, several)
     named = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
     command = Composition(
