@@ -215,7 +215,7 @@ def test_evaluate_gives_what_eval_writes_and_writes_nothing(run: Any, trained: P
         (lambda: train("model=mlp", "epochs=-1"), "epochs"),
         (lambda: load("nowhere"), "ckpt_path"),
         (lambda: evaluate("nowhere"), "ckpt_path"),
-        (lambda: compose("seed=0,1"), "seed"),
+        (lambda: compose("seed=0,1", "sweep=seeds"), "seed: has several values"),
         (lambda: compose(config_dir="nowhere"), "nowhere"),
         (lambda: train({"model": "mlp"}), "not a dict"),  # type: ignore[arg-type]
         (lambda: train(["model=mlp"]), "not a list"),  # type: ignore[arg-type]

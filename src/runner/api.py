@@ -23,15 +23,10 @@ from torch import Tensor, nn
 from runner.base.errors import OK, UserError, file_error, system_limit
 from runner.base.reading import read_summary
 from runner.config import keys
-from runner.config.app import application
 from runner.config.composition import Composition
-from runner.config.load import compose as compose_first
-from runner.config.load import resolve_config
-from runner.config.overrides import check_overrides
-from runner.config.schema import VERBS
+from runner.config.load import opened, resolve_config
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
-from runner.config.sources import Sources
 from runner.data.module import callables
 from runner.data.sources.image_files import ImageFiles
 from runner.data.transforms.augment import Pipeline
@@ -197,7 +192,7 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
     if composition.values["dry_run"] is True:
         raise UserError("dry_run", "makes no run that train() could return", "python -m runner train dry_run=true")
     with _RUNNING, switches_kept():
-        directory, value = train_verb.run_composition(composition)
+        directory, value = train_verb.run(composition)
     if directory.exit_code != OK and directory.error is not None:
         with _files_reported():
             raise directory.error
@@ -286,10 +281,12 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
             loop = "a loop over train(), or " if word in ("-m", "--multirun") else ""
             allowed = f"overrides such as seed=1, config_dir=, or {loop}python -m runner {verb} {word}"
             raise UserError("overrides", f"{word} is a flag of the command line", allowed)
-    command = Composition(VERBS[verb], verb, Sources([Path(config_dir)] if config_dir else []))
-    checked = check_overrides(list(words), command.schema, command.sources, False)
-    with _COMPOSING, application(verb, command.sources):
-        return compose_first(command, checked, imports=True)
+    with (
+        _COMPOSING,
+        opened(verb, [*words, *([f"--config-dir={config_dir}"] if config_dir else [])], True) as composition,
+    ):
+        assert composition is not None, "flags that show something are refused"
+        return composition
 
 
 def _of_checkpoint(

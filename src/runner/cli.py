@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from runner import __version__
 from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
 from runner.base.signals import interruptible
-from runner.verbs._launch import launch_verb
+from runner.verbs._launch import exit_status, launch_verb
 from runner.verbs._table import VERBS, print_error
 
 _MEANT = {"test": "eval", "evaluate": "eval", "validate": "eval", "val": "eval", "fit": "train", "infer": "predict"}
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 meant = f"train {words[0]}" if "=" in words[0] else _MEANT.get(words[0]) or nearest(words[0], VERBS)
                 raise UserError(f"'{words[0]}' is not a verb", "", allowed, meant)
             return launch_verb(VERBS[words[0]], words[1:])
+    except SystemExit as stop:  # of a job that failed
+        return exit_status(stop)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -104,4 +106,5 @@ def _complete(words: list[str]) -> int:
         verb, words = VERBS[words[0]], words[1:]
     from runner.config.app import complete
 
-    return complete(verb.name, words)
+    complete(verb.name, words)
+    return OK

@@ -110,7 +110,7 @@ def test_a_run_does_not_end_with_its_display(workdir: Path, display: str, sweep:
     ("words", "status", "says"),
     [
         ("list model >&-", 0, ""),
-        ("list model | head -n 1", 0, ""),
+        ("show | head -n 1", 0, ""),
         ("--version >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
         ("list model >/dev/full", 1, "error: standard output cannot be written: No space left on device\n"),
         ("no_verb 2>&-", 2, ""),

@@ -43,12 +43,6 @@ def images(place: Place) -> None:
             Image.new("RGB", (8, 8), (number * 20, 10, 200)).save(folder / f"{number}.png")
 
 
-def truncated_images(place: Place) -> None:
-    images(place)
-    for path in (place.folder / "images" / "cat").glob("[1-5].png"):
-        path.write_bytes(path.read_bytes()[:40])
-
-
 def an_empty_class(place: Place) -> None:
     images(place)
     (place.folder / "images" / "emu").mkdir()
@@ -93,17 +87,6 @@ def checkpoint(place: Place, content: bytes) -> None:
 
 def a_good_checkpoint(place: Place) -> None:
     checkpoint(place, (place.trained / "checkpoints" / "last.safetensors").read_bytes())
-
-
-def a_truncated_checkpoint(place: Place) -> None:
-    content = (place.trained / "checkpoints" / "last.safetensors").read_bytes()
-    checkpoint(place, content[: len(content) // 2])
-
-
-def a_flipped_byte(place: Place) -> None:
-    content = bytearray((place.trained / "checkpoints" / "last.safetensors").read_bytes())
-    content[len(content) // 2] ^= 1
-    checkpoint(place, bytes(content))
 
 
 def a_damaged_last_of_a_run(place: Place) -> None:
@@ -169,7 +152,6 @@ train optimizer=sgd optimizer.nesterov=true optimizer.momentum=0 | optimizer.nes
 train scheduler=torch scheduler.name=StepLR scheduler.options.step_size=0 | scheduler.options.step_size: | by zero
 train data.shift=0 transform.train.0.share=9 | transform.train.0.share: runner.data.transforms.augment.RandomShift refuses
     | got 9
-train model=vit_tiny ~model.width model.patch_size=3 | patch_size must divide
 train model=resnet18_cifar freeze=[stam] | freeze: the model has no module or parameter 'stam'; did you mean 'stem'?
 train freeze=[all-but-haed] | freeze: | did you mean 'all-but-head'?
 train 'freeze=["*"]' | freeze: leaves nothing to train in the first step
@@ -240,9 +222,6 @@ train hydra.run.dir=outputs/here | hydra.run.dir: cannot be outputs/here: output
     an_empty_class: """
 IMAGES | data.root: the class folder | images/emu has no images | remove the folder
 """,
-    truncated_images: """
-IMAGES data.num_workers=1 | cannot read the image images/cat/ | .png | data.on_error=skip
-""",
     a_good_checkpoint: """
 EVAL ckpt_path=mien.safetensors | ckpt_path: there is no mien.safetensors | did you mean 'mine.safetensors'?
     | allowed: a checkpoint file, a run directory
@@ -252,12 +231,6 @@ EVAL split=tset ckpt_path=mine.safetensors | split: cannot be tset | did you mea
     | from: the override split=tset
 EVAL ckpt_path=mine.safetensors data.split.val=0 | split: this data has no 'val' split | allowed: train, test
 EVAL ckpt_path=mine.safetensors data.dataset.classes=4 | data: has 4 classes, but the checkpoint was trained on 10
-""",
-    a_truncated_checkpoint: """
-EVAL ckpt_path=mine.safetensors | mine.safetensors: is truncated
-""",
-    a_flipped_byte: """
-plain train ckpt_path=mine.safetensors | mine.safetensors: its contents do not match its checksum | damaged
 """,
     a_damaged_last_of_a_run: """
 EVAL ckpt_path=run/checkpoints/best.safetensors | run/checkpoints/best.safetensors
@@ -325,13 +298,6 @@ def test_a_mistake_found_while_building_leaves_no_run(rejected, tiny, workdir):
     assert not (workdir / "outputs").exists()
     result = rejected("train", *tiny, "model.dropout=2", "hydra.run.dir=chosen/mine")
     assert not (workdir / "chosen").exists()
-
-
-def test_a_config_of_ones_own_that_lacks_sections_is_told_which(rejected, workdir):
-    (workdir / "mine").mkdir()
-    (workdir / "mine" / "bare.yaml").write_text("seed: 1\n")
-    result = rejected("train", "--config-dir", "mine", "--config-name", "bare")
-    assert "model: is missing" in result.err
 
 
 def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypatch):

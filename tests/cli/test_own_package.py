@@ -20,50 +20,37 @@ from PIL import Image
 from torch import nn
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     """Uses two of the facts that the program offers, and an argument of its own."""
 
-    def __init__(self, in_channels: int, num_classes: int, width: int = 3) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Conv2d(in_channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        self.head = nn.Linear(width, num_classes)
-
-    def forward(self, images):
-        return self.head(self.layers(images))
+    def __init__(self, in_channels, num_classes, width=3):
+        pooled = nn.Conv2d(in_channels, width, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        super().__init__(*pooled, nn.Linear(width, num_classes))
 
 
 class Shades:
     """Grey squares, told apart by their brightness; plain Pillow images and whole numbers, and nothing else."""
 
-    def __init__(self, count: int = 60, image_size: int | None = None) -> None:
-        self.count, self.side = count, image_size or 8
+    def __init__(self, count, image_size):
+        self.targets, self.side = [index % 3 for index in range(count)], image_size
 
     def __len__(self):
-        return self.count
+        return len(self.targets)
 
     def __getitem__(self, index):
         return Image.new("RGB", (self.side, self.side), (index % 3 * 100 + index % 7,) * 3), index % 3
 
-    @property
-    def targets(self):
-        return [index % 3 for index in range(self.count)]
 
-
-class Negative:
-    """A batch transform: each image turned into its negative with a chance; images uint8 (B, C, H, W)."""
-
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = p
-
-    def __call__(self, images, rng):
-        assert images.dtype == torch.uint8
-        return torch.where((rng.uniform() < self.p)[:, None, None, None], 255 - images, images)
+def negative(images, rng):
+    """A batch transform: some images turned into their negatives; images uint8 (B, C, H, W)."""
+    assert images.dtype == torch.uint8
+    return torch.where((rng.uniform() < 0.1)[:, None, None, None], 255 - images, images)
 
 
 class Counter:
     """Counts evaluations, over all the runs that continue one another."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file):
         self.file, self.seen = file, 0
 
     def on_evaluation(self, loop, metrics):
@@ -79,40 +66,12 @@ class Counter:
     def load_state_dict(self, state):
         self.seen = state["seen"]
 ''',
-    "mine/model/mynet.yaml": """
-# My own network.
-_target_: my_package.parts.Net  # what is built
-in_channels: null  # from the data unless set
-num_classes: null  # from the data unless set
-width: 3  # channels
-""",
-    "mine/data/mydata.yaml": """
-# My own images.
-defaults:
-  - _base
-  - _self_
-name: shades
-dataset:
-  _target_: my_package.parts.Shades
-  count: 60
-image_size: 6
-num_workers: 0
-""",
-    "mine/transform/negative.yaml": """
-# My own batch transform.
-defaults:
-  - none
-  - _self_
-train:
-  - _target_: my_package.parts.Negative
-    p: 0.1
-""",
-    "mine/callbacks/mine.yaml": """
-# My own callback.
-counter:
-  _target_: my_package.parts.Counter
-  file: counted.txt
-""",
+    "mine/model/mynet.yaml": "_target_: my_package.parts.Net\nin_channels: null\nnum_classes: null\nwidth: 3\n",
+    "mine/data/mydata.yaml": "defaults: [_base, _self_]\nname: shades\nimage_size: 6\nnum_workers: 0\n"
+    "dataset: {_target_: my_package.parts.Shades, count: 60}\n",
+    "mine/transform/negative.yaml": "defaults: [none, _self_]\n"
+    "train: [{_target_: my_package.parts.negative, _partial_: true}]\n",
+    "mine/callbacks/mine.yaml": "counter: {_target_: my_package.parts.Counter, file: counted.txt}\n",
 }
 TRAIN = ("train", "--config-dir", "mine", "model=mynet", "data=mydata", "transform=negative", "callbacks=mine")
 TRAIN += ("threads=1", "device=cpu", "logger=none", "log.progress=false", "log.curves=false", "optimizer.lr=0.1")

@@ -11,6 +11,7 @@ from hydra._internal import config_loader_impl
 from hydra._internal.hydra import Hydra
 from runs_that_ended_early import lay_down
 
+from runner.base.errors import ConfigError
 from runner.config.app import application, merged_once
 from runner.config.composition import Composition
 from runner.config.load import compose as compose_first
@@ -82,6 +83,16 @@ def test_what_is_merged_once_is_what_hydra_composes(workdir: Path) -> None:
         assert call() == plain
     assert config_loader_impl.create_defaults_list is before
     assert [job.values["seed"] for job in plain] == [1, 2, 0, 0, 3]
+
+
+def test_a_launcher_is_resolved_for_a_sweep_alone(compose: Any, workdir: Path) -> None:
+    path = workdir / "mine/hydra/launcher/odd.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("_target_: own.Launcher\nhost: ${oc.env:NO_SUCH_VARIABLE}\n")
+    words = ("--config-dir=mine", "hydra/launcher=odd")
+    assert compose(*words).hydra == {}
+    with pytest.raises(ConfigError, match=r"hydra\.launcher\.host: .*NO_SUCH_VARIABLE"):
+        compose(*words, "--multirun", "seed=1,2")
 
 
 @pytest.mark.parametrize("words", [(), ("seed=1,2", "--multirun"), ("--cfg", "job")], ids=["run", "sweep", "shown"])

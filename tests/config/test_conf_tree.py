@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Callable
@@ -14,10 +13,12 @@ from omegaconf import OmegaConf
 
 from runner.config import keys
 from runner.config.composition import Composition
+from runner.config.keys import to_plain
 from runner.config.load import problems_in
 from runner.config.schema import VERBS
 from runner.config.schema.train import Train
 from runner.config.sources import Sources, shipped
+from runner.config.validate import typed
 from runner.config.yaml_files import compose as compose_yaml
 from runner.config.yaml_files import walk
 
@@ -114,32 +115,18 @@ def values_in_files(verb: str) -> dict[str, Any]:
     return resolved
 
 
-def defaults_of(section: type, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a dataclass with their defaults; without required ones."""
-    found: dict[str, Any] = {}
-    for entry in dataclasses.fields(section):
-        name = entry.name.removesuffix("_")
-        kind = keys.hints(section)[name]
-        if dataclasses.is_dataclass(kind):
-            found |= defaults_of(kind, f"{prefix}{name}.")
-        elif entry.default is not dataclasses.MISSING:
-            found[prefix + name] = entry.default
-        elif entry.default_factory is not dataclasses.MISSING:
-            found[prefix + name] = entry.default_factory()
-    return found
-
-
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_key_of_the_schema_is_in_the_files_with_the_same_default(verb):
-    values, defaults = values_in_files(verb), defaults_of(VERBS[verb])
+    node = {"_target_": "package.Thing"}
+    required = {"data": {"dataset": node}, **dict.fromkeys(("model", "optimizer", "scheduler", "loss", "task"), node)}
+    config, _ = typed(VERBS[verb], required)
+    values, defaults = values_in_files(verb), keys.flatten(to_plain(config))
+    defaults = {key: default for key, default in defaults.items() if not key.endswith("_target_")}
     if verb != "train":
         defaults = {key: default for key, default in defaults.items() if key.split(".")[0] not in keys.hints(Train)}
     assert defaults
     for key, default in defaults.items():
-        value: Any = values
-        for part in key.split("."):
-            assert part in value, f"{key} is in no file"
-            value = value[part]
+        value = keys.at(values, key)
         assert (value, type(value)) == (default, type(default)), key
 
 

@@ -6,10 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-import yaml
 
 from runner.base.errors import UserError
 from runner.config import stored
+from runner.config.load import resolve_config
+from runner.config.schema.sections import Normalize
 from runner.config.schema.train import Train
 from runner.config.stored import merge_with_checkpoint, resolve_with_checkpoint
 
@@ -171,22 +172,19 @@ small.preferred_data = lambda: {"image_size": 12, "normalize": {"mean": [0.4], "
 """
 
 
-@pytest.mark.extended
-def test_a_run_whose_model_wants_its_images_so_goes_on_with_the_same_command(run, train, workdir, monkeypatch):
+def test_images_are_prepared_as_the_model_wants_them_and_stay_so_with_the_same_command(compose, workdir, monkeypatch):
     (workdir / "wanting.py").write_text(WANTED, encoding="utf-8")
     monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "wanting")
-    data = ("data=digits",)
-    first = train(*data, "model._target_=wanting.small", "model=null", "max_steps=1", "evaluate.test=false")
-    again = ("ckpt_path=last", "data=digits")
-    second = train(*again, "max_steps=2")
-    for result in (first, second):
-        data = yaml.safe_load((result.directory / "config.yaml").read_text())["data"]
-        assert (data["image_size"], data["normalize"]) == (12, {"mean": [0.4], "std": [0.2]})
-    assert "data." not in second.out.partition("changed on the command line")[2].partition("warning")[0]
-    assert run("eval", *again, "threads=1").status == 0
-    refused = run("train", *again, "data.image_size=8", "threads=1")
-    assert "data.image_size: cannot change when resuming" in refused.err
+    line = compose("data=digits", "model._target_=wanting.small", "model=null")
+    config = resolve_config(line, Train)
+    assert (config.data.image_size, config.data.normalize) == (12, Normalize(mean=[0.4], std=[0.2]))
+    for again in (line, compose("data=digits", "model._target_=wanting.small", "model=null", "trust=[wanting]")):
+        resumed, changed = resolve_with_checkpoint(stored.dump(config), "here", again, Train)
+        assert (resumed.data, [key for key, *_ in changed if key.startswith("data")]) == (config.data, [])
+    given = resolve_config(
+        compose("data=digits", "model._target_=wanting.small", "model=null", "data.image_size=8"), Train
+    )
+    assert given.data.image_size == 8
 
 
 def test_other_data_is_prepared_as_its_own_file_says(compose):

@@ -13,8 +13,9 @@ import torch
 import yaml
 
 from runner.base.errors import UserError
+from runner.config.schema.sections import OptimizerExtras
 from runner.config.sources import shipped
-from runner.config.targets import _refused, bind, build, called, resolve, targets_in
+from runner.config.targets import _refused, bind, build, called, extras_of, resolve, targets_in
 from runner.config.untrusted import refusal
 
 PACKAGE = '''
@@ -53,6 +54,11 @@ class Wants:
         self.first, self.num_classes, self.image_size, self.extra = first, num_classes, image_size, extra
 
 
+class Scaling:
+    def __init__(self, lr_base_batch_size: str = "none") -> None:
+        self.lr_base_batch_size = lr_base_batch_size
+
+
 def breaks():
     raise RuntimeError("inside")
 
@@ -63,6 +69,9 @@ def _hidden():
 
 number, mapping = 3, dict
 '''
+
+
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 
 @pytest.fixture
@@ -106,58 +115,46 @@ def test_a_path_that_names_nothing_is_told_with_the_reason(path, message, packag
 # Binding
 
 
-def bound(node: dict[str, Any], **options: Any) -> dict[str, tuple[str, str, str]]:
-    return {p.key: (p.message, p.allowed, p.nearest) for p in bind("model", node, **options)}
+FITS: list[dict[str, Any]] = [
+    {"width": 1},
+    {"width": 1, "rate": 1, "on": True, "name": "x", "sizes": [1, 2], "kind": "b"},
+    {"width": 1, "name": None, "sizes": None},
+    {"width": 1, "rate": 1e-3},
+    {"width": 1, "depth": None, "pair": [0, 0.5]},
+    {"width": 1, "pair": [{"_target_": "package_of_the_user.Box", "anything": 3}, 0.5]},
+    {"_args_": [1]},
+    {"_partial_": True},
+    {"width": 1, "other": {"_target_": "package_of_the_user.Box", "anything": 3}},
+]
+WRONG = [
+    ({}, "width", "is missing: package_of_the_user.Typed needs it", ""),
+    ({"width": "wide"}, "width", "cannot be wide", "a whole number"),
+    ({"width": 1.5}, "width", "cannot be 1.5", "a whole number"),
+    ({"width": True}, "width", "cannot be true", "a whole number"),
+    ({"width": None}, "width", "cannot be null", "a whole number"),
+    ({"width": 1, "rate": "x"}, "rate", "cannot be x", "a number"),
+    ({"width": 1, "on": "maybe"}, "on", "cannot be maybe", "true or false"),
+    ({"width": 1, "kind": "c"}, "kind", "cannot be c", "a or b"),
+    ({"width": 1, "sizes": ["x"]}, "sizes", "cannot be [x]", "a list, each item a whole number or null"),
+    ({"width": 1, "depth": "x"}, "depth", "cannot be x", "a whole number"),
+    ({"width": 1, "pair": [0.5]}, "pair", "cannot be [0.5]", "a list of 2: a number, a number"),
+    ({"width": 1, "pair": ["x", 0.5]}, "pair", "cannot be [x, 0.5]", "a list of 2: a number, a number"),
+    ({"width": 1, "nmae": 1}, "nmae", "is not an argument of package_of_the_user.Typed", None),
+    ({"width": 1, "_recursive_": False}, "_recursive_", "is not supported", "_target_, _partial_, _args_"),
+]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"width": 1},
-        {"width": 1, "rate": 1, "on": True, "name": "x", "sizes": [1, 2], "kind": "b"},
-        {"width": 1, "name": None, "sizes": None},
-        {"width": 1, "rate": 1e-3},
-        {"width": 1, "depth": None, "pair": [0, 0.5]},
-        {"width": 1, "pair": [{"_target_": "package_of_the_user.Box", "anything": 3}, 0.5]},
-        {"_args_": [1]},
-        {"_partial_": True},
-        {"width": 1, "other": {"_target_": "package_of_the_user.Box", "anything": 3}},
-    ],
-    ids=str,
-)
-def test_arguments_that_fit_the_signature_have_no_problem(arguments, package):
-    assert bound({"_target_": f"{package}.Typed"} | arguments) == {}
+@pytest.mark.parametrize("row", [*((arguments,) for arguments in FITS), *WRONG], ids=lambda row: str(row[0]))
+def test_an_argument_that_does_not_fit_is_named_before_anything_is_built(row: tuple[Any, ...], package: str) -> None:
+    found = bind("model", {"_target_": f"{package}.Typed"} | row[0])
     assert sys.modules[package].made == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key", "message", "allowed", "close"),
-    [
-        ({}, "model.width", "is missing: package_of_the_user.Typed needs it", "", ""),
-        ({"width": "wide"}, "model.width", "cannot be wide", "a whole number", ""),
-        ({"width": 1.5}, "model.width", "cannot be 1.5", "a whole number", ""),
-        ({"width": True}, "model.width", "cannot be true", "a whole number", ""),
-        ({"width": None}, "model.width", "cannot be null", "a whole number", ""),
-        ({"width": 1, "rate": "x"}, "model.rate", "cannot be x", "a number", ""),
-        ({"width": 1, "on": "maybe"}, "model.on", "cannot be maybe", "true or false", ""),
-        ({"width": 1, "kind": "c"}, "model.kind", "cannot be c", "a or b", ""),
-        ({"width": 1, "sizes": ["x"]}, "model.sizes", "cannot be [x]", "a list, each item a whole number or null", ""),
-        ({"width": 1, "depth": "x"}, "model.depth", "cannot be x", "a whole number", ""),
-        ({"width": 1, "pair": [0.5]}, "model.pair", "cannot be [0.5]", "a list of 2: a number, a number", ""),
-        ({"width": 1, "pair": ["x", 0.5]}, "model.pair", "cannot be [x, 0.5]", "a list of 2: a number, a number", ""),
-        ({"width": 1, "nmae": 1}, "model.nmae", "is not an argument of package_of_the_user.Typed", None, "name"),
-        ({"width": 1, "_recursive_": False}, "model._recursive_", "is not supported", None, ""),
-    ],
-    ids=str,
-)
-def test_an_argument_that_does_not_fit_is_named_before_anything_is_built(
-    arguments, key, message, allowed, close, package
-):
-    found = bound({"_target_": f"{package}.Typed"} | arguments)
-    assert list(found) == [key]
-    assert found[key][0] == message
-    assert allowed is None or found[key][1] == allowed
-    assert found[key][2] == close
+    if not row[1:]:
+        assert found == []
+        return
+    _, key, message, allowed = row
+    [problem] = found
+    assert (problem.key, problem.message, problem.nearest) == (f"model.{key}", message, "name" * (key == "nmae"))
+    assert allowed in (None, problem.allowed)
 
 
 INNER = {"_target_": "package_of_the_user.Typed", "width": "x"}
@@ -179,8 +176,8 @@ INNER = {"_target_": "package_of_the_user.Typed", "width": "x"}
     ids=str,
 )
 def test_each_argument_that_does_not_fit_is_named_with_its_whole_key(name, node, options, keys, package):
-    found = bound({"_target_": f"{package}.{name}"} | node, **options)
-    assert set(found) == {f"model.{key}" for key in keys.split()}
+    found = bind("model", {"_target_": f"{package}.{name}"} | node, **options)
+    assert {problem.key for problem in found} == {f"model.{key}" for key in keys.split()}
 
 
 # Building
@@ -230,12 +227,7 @@ def test_facts_fill_in_what_the_signature_names_and_the_config_leaves_open(packa
 @pytest.mark.parametrize(
     ("name", "node", "kind", "says"),
     [
-        (
-            "Typed",
-            {"width": -1},
-            UserError,
-            r"^model\.width: .*\.Typed refuses its arguments: width must not be negative",
-        ),
+        ("Typed", {"width": -1}, UserError, r"^model\.width: .*\.Typed refuses its arguments: width must not be negat"),
         ("Box", {"a": [0, INNER | {"width": -2}]}, UserError, r"^model\.a\.1\.width: .*\.Typed refuses .*got -2"),
         ("breaks", {}, RuntimeError, "inside"),  # a failure of the target stays what it is
     ],
@@ -251,6 +243,27 @@ def test_every_target_is_found_at_any_depth():
         "e": [[{"_target_": 3}]],
     }
     assert dict(targets_in(values)) == {"a": "x.A", "a.b.0": "x.B", "a.b.0.c.d": "x.D", "e.0.0": "3"}
+
+
+# Keys that the program reads itself
+
+
+def test_a_component_is_built_without_the_keys_that_the_program_reads():
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    assert build("optimizer", SGD | {"lr_base_batch_size": 64}, weights).defaults["lr"] == 0.1
+    assert bind("optimizer", SGD | {"lr_base_batch_size": 64}, positional=1) == []
+
+
+def test_extras_that_a_config_leaves_out_have_their_defaults():
+    assert extras_of("optimizer", SGD) == OptimizerExtras()
+    assert extras_of("optimizer", SGD | {"lr_base_batch_size": 64}).lr_base_batch_size == 64
+
+
+def test_an_argument_of_the_component_itself_is_none_of_the_extras(package):
+    own = {"_target_": f"{package}.Scaling", "lr_base_batch_size": "mine"}
+    assert build("optimizer", own).lr_base_batch_size == "mine"
+    assert bind("optimizer", own) == []
+    assert extras_of("optimizer", own) == OptimizerExtras()
 
 
 # The allow-list for paths that come from files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import re
 import shlex
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch import nn
 from torchvision import models
 
 from runner.base.errors import ConfigError, UserError
-from runner.config import stored
+from runner.config import keys, stored
 from runner.config.composition import Composition
 from runner.config.schema.train import Train
 from runner.config.stored import merge_with_checkpoint, resolve_with_checkpoint
@@ -42,15 +41,8 @@ DOWNLOADS = {
 def with_node(values: dict[str, Any], key: str, node: dict[str, Any]) -> dict[str, Any]:
     """A config with something else at a dotted key."""
     made = copy.deepcopy(values)
-    inner: Any = made
-    *parents, last = key.split(".")
-    if parents[:1] == ["transform"] and last == "0":
-        made["transform"][parents[1]] = [node]
-        return made
-    for part in parents:
-        inner[part] = inner.get(part) or {}
-        inner = inner[part]
-    inner[last] = node
+    in_list = key.endswith(".0")
+    keys.put(made, key.removesuffix(".0"), [node] if in_list else node)
     return made
 
 
@@ -170,55 +162,47 @@ def test_what_the_command_line_names_is_the_users_word_in_its_own_section_alone(
             merge_with_checkpoint(stored.dump(with_node(line.values, "loss", node)), "theirs.pt", line)
 
 
-@pytest.mark.parametrize("name", ["../up", "/absolute", "a/../../b", "line\nend", "\x1b[2J", "x" * 300, ""])
-def test_a_file_cannot_name_a_folder_outside_for_the_run(name: str, original, compose) -> None:
-    text = stored.dump(original | {"name": name})
-    with pytest.raises(ConfigError, match="name: cannot be"):
-        merge_with_checkpoint(text, "c.pt", compose())
-    if name.isprintable() and 0 < len(name) < 100:
-        values, _ = merge_with_checkpoint(text, "c.pt", compose(f"name={name}"))
-        assert values["name"] == name
-
-
-@pytest.mark.parametrize(
-    ("key", "given"),
-    [
-        ("threads", 10**6), ("devices", 10**6), ("devices", list(range(2000))), ("max_restarts", 10**9),
+ADDRESS = "is the address .*: "
+# A key, what a file has there, why that is refused, and the words that allow it, if any do.
+REFUSED = [
+    *(("name", name, "cannot be", [f"name={name}"]) for name in ("../up", "/absolute", "a/../../b")),
+    *(("name", name, "cannot be", []) for name in ("line\nend", "\x1b[2J", "x" * 300, "")),
+    *((key, value, "cannot be .*, as it comes from a file", [f"{key}=2"]) for key, value in (
+        ("threads", 10**6), ("devices", 10**6), ("devices", list(range(2000))), ("max_restarts", 10**9), ("epochs", 10**15),
         ("data.num_workers", 10**6), ("data.prefetch", 10**6), ("data.split.folds", 10**9), ("data.image_size", 10**6),
-        ("epochs", 10**15), ("model.dropout", 1e9), ("model.hidden", [3, 10**9]), ("task.num_classes", 10**9),
+    )),
+    *((key, value, "cannot be .*, as it comes from a file", []) for key, value in (
+        ("model.dropout", 1e9), ("model.hidden", [3, 10**9]), ("task.num_classes", 10**9),
         ("transform.eval", [{"_target_": "torchvision.transforms.Resize", "size": 10**9}]),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_file_cannot_ask_for_a_million_threads_or_processes(key: str, given: Any, original, compose) -> None:
-    *sections, last = key.split(".")
-    functools.reduce(dict.__getitem__, sections, original)[last] = given
-    text = stored.dump(original)
-    with pytest.raises(ConfigError, match=rf"{key}[\w.]*: cannot be .*, as it comes from a file"):
-        merge_with_checkpoint(text, "c.pt", compose())
-    if "." not in key or key.startswith("data"):
-        assert merge_with_checkpoint(text, "c.pt", compose(f"{key}=2"))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "word"),
-    [
+    )),
+    *((key, value, ADDRESS + re.escape(word), [f"+{shlex.split(word)[0]}"]) for key, value, word in (
         ("data.root", "http://host/photos", "data.root=http://host/photos"),
         ("data.root", "s3://bucket/a b", "'data.root=\"s3://bucket/a b\"'"),
         ("data.dataset.root", "simplecache::s3://bucket", "data.dataset.root=simplecache::s3://bucket"),
         ("data.dataset.train", ["a.tar", "memory://b"], "'data.dataset.train=[a.tar,memory://b]'"),
         ("model.hidden", [{"a": "ftp://b"}], "'model.hidden=[{a:ftp://b}]'"),
-    ],
-)
-def test_a_file_cannot_choose_an_address(key: str, value: Any, word: str, original, compose) -> None:
-    section, *names, last = key.split(".")
-    functools.reduce(dict.__getitem__, [section, *names], original)[last] = value
-    text = stored.dump(original | {"notes": "see https://host/page", "tags": ["https://host"]})
-    with pytest.raises(ConfigError, match=rf"(?s){key}[\w.]*: is the address .*: {re.escape(word)}"):
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "given", "why", "words"), REFUSED, ids=[f"{row[0]}={row[1]}"[:40] for row in REFUSED])
+def test_a_file_may_not_have_what_takes_too_much_or_leads_elsewhere(key, given, why, words, original, compose) -> None:
+    keys.put(original, key, given)
+    text = stored.dump(original)
+    with pytest.raises(ConfigError, match=rf"(?s){key}[\w.]*: {why}"):
         merge_with_checkpoint(text, "c.pt", compose())
-    merge_with_checkpoint(text, "c.pt", compose(), [{"data": "model", "model": "data"}[section]])
-    values, _ = merge_with_checkpoint(text, "c.pt", compose(f"+{shlex.split(word)[0]}"))
-    assert functools.reduce(dict.__getitem__, [section, *names, last], values) == value
+    if words:
+        values, _ = merge_with_checkpoint(text, "c.pt", compose(*words))
+        assert keys.at(values, key) == (2 if words[0].endswith("=2") else given)
+
+
+def test_an_address_where_nothing_is_built_or_that_is_for_people_is_not_refused(original, compose) -> None:
+    original |= {"notes": "see https://host/page", "tags": ["https://host"]}
+    merge_with_checkpoint(stored.dump(original), "c.pt", compose())
+    keys.put(original, "data.root", "http://host/photos")
+    merge_with_checkpoint(stored.dump(original), "c.pt", compose(), ["model"])
+    with pytest.raises(ConfigError, match="is the address"):
+        merge_with_checkpoint(stored.dump(original), "c.pt", compose(), ["data"])
 
 
 def test_a_file_may_weigh_a_term_of_a_loss_with_any_float(original, compose) -> None:

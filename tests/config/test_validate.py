@@ -12,7 +12,8 @@ import pytest
 from runner.base.errors import ConfigError, Problem, nearest
 from runner.config import keys
 from runner.config.keys import describe
-from runner.config.rules import conflicts
+from runner.config.rules import Entry, conflicts, entries, moment
+from runner.config.schema.sections import Data, Split
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval
 from runner.config.sources import shipped
@@ -32,6 +33,8 @@ def with_value(key: str, value: Any) -> dict[str, Any]:
     for part in parents:
         inner = inner.setdefault(part, {})
     inner[last] = value
+    if value is ...:
+        del inner[last]
     return values
 
 
@@ -60,7 +63,8 @@ def test_what_a_key_may_hold_is_taken_as_it_is(key, value):
     assert (config.data.batch_size, config.data.split.val, config.model) == (64, 0.1, NODE)
 
 
-WRONG = [
+# A key, its value, what is said, what is allowed, and what is meant; a key of a component in a list has its number.
+WRONG: list[tuple[Any, ...]] = [
     ("epochs", "many", "cannot be many", "a whole number of at least 1 or null"),
     ("epochs", 0, "cannot be 0", "a whole number of at least 1 or null"),
     ("epochs", 2.5, "cannot be 2.5", "a whole number of at least 1 or null"),
@@ -72,7 +76,7 @@ WRONG = [
     ("data.split.val", False, "cannot be false", "a number of at least 0 and below 1 or test"),
     ("grad_clip.norm", 0, "cannot be 0", "a number above 0 or null"),
     ("data.hflip", 1.01, "cannot be 1.01", "a number of at least 0 and at most 1"),
-    ("amp", "bf17", "cannot be bf17", "true, false, auto, bf16 or fp16"),
+    ("amp", "bf17", "cannot be bf17", "true, false, auto, bf16 or fp16", "bf16"),
     ("compile", "maybe", "cannot be maybe", "true, false, model, blocks or step"),
     ("data.placement", "gpu", "cannot be gpu", "auto, device, ram or disk"),
     ("trust", "mine", "cannot be mine", "a list, each item text"),
@@ -83,59 +87,37 @@ WRONG = [
     ("callbacks.mine", 3, "cannot be 3", "a mapping with _target_"),
     ("metrics.f1", "f1", "cannot be f1", "a mapping with _target_"),
     ("ckpt_path", {"a": 1}, "cannot be {a: 1}", "text or null"),
-    ("activation_checkpointing", 0.5, "cannot be 0.5", "true, false, text or a list, each item text"),
-    ("activation_checkpointing", 2, "cannot be 2", "true, false, text or a list, each item text"),
-    ("activation_checkpointing", 1, "cannot be 1", "true, false, text or a list, each item text"),
-    ("activation_checkpointing", None, "cannot be null", "true, false, text or a list, each item text"),
-]
+    *(("activation_checkpointing", value, f"cannot be {text}", "true, false, text or a list, each item text")
+      for value, text in ((0.5, "0.5"), (2, "2"), (1, "1"), (None, "null"))),
+    ("transform.train.1", [NODE, 3], "cannot be 3", "a mapping with _target_"),
+    *(("model", ..., "is missing", "a mapping with _target_"), ("data.dataset", ..., "is missing", "a mapping with _target_")),
+    *((key, node, "names nothing to build", "a mapping with _target_: package.module.Name")
+      for key in ("model", "data.dataset", "callbacks.mine", "metrics.f1", "logger.x")
+      for node in ({}, {"lr": 1}, {"_target_": 3})),
+    # What is meant
+    ("data.placement", "dvice", "cannot be dvice", "auto, device, ram or disk", "device"),
+    ("deterministic", "wran", "cannot be wran", "true, false or warn", "warn"),
+    ("resume", "last", "cannot be last", "auto or null", "ckpt_path=last"),
+    ("checkpoint", "last", "cannot be last", None, "ckpt_path"),
+    ("amp", 16, "cannot be 16", None, "fp16"),
+    ("dtype", "float16", "cannot be float16", "float32 or float64", "amp=fp16"),
+    # All keys of the section are allowed, and one may be near
+    ("sede", 1, "is not a key", ", ".join(keys.hints(Train)), "seed"),
+    ("data.batchsize", 1, "is not a key", ", ".join(keys.hints(Data)), "batch_size"),
+    ("data.split.vall", 1, "is not a key", ", ".join(keys.hints(Split)), "val"),
+    ("zzzz", 1, "is not a key", None, ""),
+    ("split", "val", "is not a key", None, None),  # which is one of eval
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message", "allowed"), WRONG, ids=[f"{key}={value}" for key, value, *_ in WRONG]
-)
-def test_a_wrong_value_is_named_with_what_is_allowed(key, value, message, allowed):
-    found = problem(key, value)
-    assert (found.key, found.message, found.allowed) == (key, message, allowed)
-
-
-def test_an_item_of_a_list_of_components_is_named_by_its_number():
-    found = problem("transform.train", [NODE, 3])
-    assert (found.key, found.message, found.allowed) == ("transform.train.1", "cannot be 3", "a mapping with _target_")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "meant"),
-    [
-        ("data.placement", "dvice", "device"), ("deterministic", "wran", "warn"), ("resume", "last", "ckpt_path=last"),
-        ("checkpoint", "last", "ckpt_path"), ("amp", 16, "fp16"), ("dtype", "float16", "amp=fp16"),
-    ],
-)  # fmt: skip
-def test_a_wrong_value_gets_the_one_that_is_meant(key, value, meant):
-    assert problem(key, value).nearest == meant
-
-
-@pytest.mark.parametrize(
-    ("key", "close"), [("sede", "seed"), ("data.batchsize", "batch_size"), ("data.split.vall", "val"), ("zzzz", "")]
-)
-def test_an_unknown_key_is_named_with_the_nearest_and_all_of_its_section(key, close):
-    found = problem(key, 1)
-    assert (found.key, found.message, found.nearest) == (key, "is not a key", close)
-    section = functools.reduce(lambda section, part: keys.hints(section)[part], key.split(".")[:-1], Train)
-    assert found.allowed == ", ".join(keys.hints(section))
-
-
-@pytest.mark.parametrize(("key", "values"), [("data.dataset", LEAST | {"data": {}}), ("model", LEAST | {"model": ...})])
-def test_a_component_that_is_missing_is_named(key, values):
-    _, found = typed(Train, {name: value for name, value in values.items() if value is not ...})
-    assert [(p.key, p.message, p.allowed) for p in found] == [(key, "is missing", "a mapping with _target_")]
-
-
-@pytest.mark.parametrize("key", ["model", "data.dataset", "callbacks.mine", "metrics.f1", "logger.x"])
-@pytest.mark.parametrize("node", [{}, {"lr": 1}, {"_target_": 3}])
-def test_a_component_that_names_nothing_to_build_is_told(key, node):
-    found = problem(key, node)
-    assert found.key == key
-    assert "_target_: package.module.Name" in found.allowed
+@pytest.mark.parametrize("row", WRONG, ids=[f"{key}={value}" for key, value, *_ in WRONG])
+def test_a_wrong_value_is_named_with_what_is_allowed_and_what_is_meant(row: tuple[Any, ...]) -> None:
+    key, value, message, allowed, meant = (*row, "")[:5]
+    found = problem(key.rstrip(".0123456789") if isinstance(value, list) else key, value)
+    expected = Problem(
+        key, message, found.allowed if allowed is None else allowed, found.nearest if meant is None else meant
+    )
+    assert found == expected
 
 
 def test_all_problems_are_reported_at_once():
@@ -148,8 +130,7 @@ def test_all_problems_are_reported_at_once():
     assert all(f"  {p.key}: " in text for p in found)
 
 
-def test_a_key_of_eval_is_none_of_train():
-    assert problem("split", "val").message == "is not a key"
+def test_a_key_of_eval_is_one():
     assert typed(Eval, with_value("split", "val"))[1] == []
 
 
@@ -325,6 +306,26 @@ def test_what_a_command_line_cannot_ask_for_is_a_problem_of_its_key(row: str, pr
     assert list(found) == expected[:1]
     for problem in found.values():
         assert expected[1] in problem.message
+
+
+# The entries of `freeze`
+
+
+def test_a_moment_is_a_number_of_steps_or_of_epochs():
+    assert [moment(text) for text in (None, 100, "1", "2ep")] == [(None, None), (100, None), (1, None), (None, 2)]
+
+
+@pytest.mark.parametrize("text", ["", "soon", "0", "-1", "2 ep", "0ep", "1.5", "2epochs", 0])
+def test_anything_else_is_no_moment(text):
+    with pytest.raises(ValueError, match="is not a number of optimizer steps"):
+        moment(text)
+
+
+def test_a_moment_of_its_own_comes_before_that_of_all():
+    found = entries(["stem", "stages.0@3ep", "layer?@20"], "10")
+    assert found == [Entry("stem", 10, None), Entry("stages.0", None, 3), Entry("layer?", 20, None)]
+    assert entries("all-but-head", None) == [Entry("all-but-head", None, None)]
+    assert entries(None, 5) == []
 
 
 # Words for what is allowed

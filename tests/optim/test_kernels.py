@@ -81,12 +81,9 @@ def test_fused_where_it_cannot_be_had_is_a_sentence(parameters: list[Any], spars
     assert words in found.reason
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "those"),
-    [("RMSprop", "fused", "Adagrad, Adam, AdamW, SGD"), ("torch.optim.Muon", "foreach", "ASGD, .*RMSprop")],
-)
-def test_kernels_that_a_class_lacks_are_refused_with_those_that_have_them(name: str, kind: str, those: str) -> None:
-    with pytest.raises(UserError, match=rf"^optimizer.{kind}: \w+ has no such kernels\n.*{those}"):
+@pytest.mark.parametrize(("name", "kind"), [("RMSprop", "fused"), ("torch.optim.Muon", "foreach")])
+def test_kernels_that_a_class_lacks_are_refused(name: str, kind: str) -> None:
+    with pytest.raises(UserError, match=rf"^optimizer.{kind}: \w+ has no such kernels"):
         choose(name, **{kind: True})
 
 

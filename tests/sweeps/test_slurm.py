@@ -125,8 +125,8 @@ def test_a_run_that_cannot_save_is_requeued_too(slurm, tiny):
 
 def test_a_warning_before_the_run_listens_is_not_lost(slurm, tiny):
     script = Path("warned_early.py")
-    code = "import os, signal, sys, runner.verbs._launch as launch; run = launch._launch\n"
-    code += "launch._launch = lambda *given: (os.kill(os.getpid(), signal.SIGUSR2), run(*given))[1]\n"
+    code = "import os, signal, sys; from runner.config import load; opened = load.opened\n"
+    code += "load.opened = lambda *given: (os.kill(os.getpid(), signal.SIGUSR2), opened(*given))[1]\n"
     code += "from runner.cli import main; sys.exit(main(sys.argv[1:]))"
     script.write_text(code)
     done = forked.run(["train", *tiny, *LONG], script=str(script))

@@ -36,7 +36,7 @@ class Problem:
     allowed: str = ""  # what would be right
     nearest: str = ""  # the closest valid spelling
     origin: str = ""  # the override or file that it came from
-    kind: str = ""  # `argument` if the target of a component takes none of that name
+    kind: str = ""  # `key` if nothing knows it, `argument` if the target of a component takes none of that name
 
     def lines(self) -> list[str]:
         """The problem as lines of text, the key first."""

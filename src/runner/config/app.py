@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -19,13 +20,13 @@ import yaml
 from hydra._internal import config_loader_impl
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.base.errors import ConfigError, Problem, nearest
+from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config.keys import ANY_KEY, closest
 from runner.config.sources import Sources, shipped, text_of
 from runner.config.yaml_files import compose, refusing, walk
@@ -49,7 +50,10 @@ REPLACED = {"joblib": "pool", "submitit_local": "pool", "submitit_slurm": "slurm
 def application(verb: str, sources: Sources) -> Iterator[None]:
     """Inside, Hydra composes configs from the shipped files and those of the user, see `runner.config.load.compose`."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "0")
-    with hydra.initialize_config_dir(config_dir=str(shipped()), job_name=verb.replace("-", "_"), **_VERSION_BASE):
+    with (
+        hydra.initialize_config_dir(config_dir=str(shipped()), job_name=verb.replace("-", "_"), **_VERSION_BASE),
+        files_checked(),
+    ):
         # As `--config-dir` does; an override of `hydra.searchpath` would not find a primary config.
         loader: Any = GlobalHydra.instance().config_loader()
         path = loader.get_search_path()
@@ -58,8 +62,7 @@ def application(verb: str, sources: Sources) -> Iterator[None]:
             path.append("command-line", f"file://{folder}")
         path.append(last.provider, last.path)
         loader.repository.initialize_sources(path)
-        with files_checked():
-            yield
+        yield
 
 
 @contextlib.contextmanager
@@ -136,45 +139,37 @@ def merged_once() -> Iterator[None]:
         implementation._compose_config_from_defaults_list = merge
 
 
-def show(verb: str, argv: list[str]) -> int:
-    """Let Hydra show what its flags ask for, as if it had been started by itself; returns the exit status.
+def show(flags: argparse.Namespace, primary: str, overrides: Sequence[str]) -> None:
+    """Let Hydra show what its flags ask for, inside `application`.
 
     Raises:
         ConfigError: if Hydra refuses it.
     """
-
-    def task(cfg: DictConfig) -> None:
-        """Nothing, as the flags that lead here show something and run nothing."""
-
-    # Hydra names its job after the last part
-    task.__module__ = f"runner.verbs.{verb.replace('-', '_')}"
-    # Hydra reads the command from sys.argv, and is given this verb's
-    saved, shown = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [saved[0], *argv]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors then, and does not print them itself
+    app: Any = GlobalHydra.instance().hydra
     try:
-        with files_checked():
-            hydra.main(config_path=str(shipped()), config_name=verb, **_VERSION_BASE)(task)()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if flags.hydra_help:
+            app.hydra_help(primary, get_args_parser(), flags)
+        elif sum(map(bool, (flags.cfg, flags.info, flags.multirun, flags.shell_completion))) > 1:
+            raise UserError("only one of --multirun, --cfg and --info can be given")
+        elif flags.cfg:
+            app.show_cfg(primary, list(overrides), flags.cfg, flags.package, flags.resolve)
+        elif flags.info:
+            app.show_info(flags.info, primary, list(overrides))
+        else:
+            app.shell_completion(primary, list(overrides))
     except REFUSALS as error:
         raise ConfigError([as_problem(error)]) from error
-    finally:
-        sys.argv = saved
-        os.environ["HYDRA_FULL_ERROR"] = shown or "0"
-    return 0
 
 
-def complete(verb: str, argv: Sequence[str]) -> int:
+def complete(verb: str, argv: Sequence[str]) -> None:
     """Let Hydra answer a query of tab completion; what options have in common is not an option."""
-    answer = io.StringIO()
-    with contextlib.redirect_stdout(answer):
-        status = show(verb, list(argv))
+    answer, flags = io.StringIO(), get_args_parser().parse_args(argv)
+    with contextlib.redirect_stdout(answer), application(verb, Sources()):
+        show(flags, verb, flags.overrides)
     text = answer.getvalue()
     if any(word.startswith("query=") for word in argv):
         text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
     sys.stdout.write(text)
-    return status
 
 
 def as_problem(error: BaseException, known: Sequence[str] = ()) -> Problem:

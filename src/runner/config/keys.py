@@ -103,7 +103,7 @@ def says(key: str, words: Iterable[str]) -> bool:
 
 def is_of_hydra(word: str) -> bool:
     """Tell whether an override is about Hydra itself, such as `+hydra.launcher.threads=1` and `hydra/launcher=pool`."""
-    return within(key_of(word).replace("/", "."), ("hydra",))
+    return key_of(word).startswith(("hydra/", "hydra."))
 
 
 def closest(key: str, pool: Sequence[str]) -> str:

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import copy
 import dataclasses
-import functools
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -42,15 +41,15 @@ T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
-_OF_SWEEPS = ("launcher", "sweeper")  # parts of Hydra's own config
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
 @contextlib.contextmanager
-def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | int]:
-    """Parse, check and compose a command line, with Hydra set up to compose further jobs.
+def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Composition | None]:
+    """Parse, check and compose a command line, see `compose`, with Hydra set up to compose further jobs.
 
-    Yields the exit status instead if the command line asks Hydra to show something.
+    Yields None once Hydra has shown what the command line asks it to show. With `imports`, which is for Python, no preset makes
+    several values a sweep.
 
     Raises:
         ConfigError: with every problem found in the overrides and the composition.
@@ -58,21 +57,15 @@ def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | int]:
     """
     schema = VERBS[verb]
     flags = parse_flags(argv, [*keys.all_keys(schema), *Sources().groups()])
-    shows = bool(flags.cfg or flags.info or flags.help or flags.hydra_help or flags.shell_completion)
+    shows = bool(flags.cfg or flags.info or flags.hydra_help)
     if flags.resolve and not shows:
         raise UserError("--resolve is for what --cfg shows; a run resolves its config anyway")
     sources = sources_of(flags)
     # A file of the user with the name of a shipped one would silently have no effect
     for path in sources.hidden():
         print(f"warning: {path} is not read: a shipped file takes precedence; rename it", file=sys.stderr)
-    several = flags.multirun or _asks_for_sweep(flags.overrides, sources)
+    several = flags.multirun or (not imports and _asks_for_sweep(flags.overrides, sources))
     checked = check_overrides(flags.overrides, schema, sources, several)
-    # Flags that only show something go to Hydra, once the overrides are known to be right
-    if shows:
-        if problems := [*checked.problems, *checked.unknown_keys()]:
-            raise ConfigError(problems)
-        yield show(verb, [*(word for word in argv if word not in flags.overrides), *checked.accepted])
-        return
     named = {"--config-dir": flags.config_dir, "--config-name": flags.config_name}
     command = Composition(
         schema,
@@ -83,7 +76,14 @@ def opened(verb: str, argv: Sequence[str]) -> Iterator[Composition | int]:
     )
     # Jobs of a sweep differ in a few words, so what they share is merged once
     with application(verb, sources), merged_once() if several else contextlib.nullcontext():
-        yield compose(command, checked)
+        if not shows:
+            yield compose(command, checked, imports)
+            return
+        # Flags that only show something go to Hydra, once the overrides are known to be right
+        if checked.problems:
+            raise ConfigError(checked.explained())
+        show(flags, command.primary, checked.accepted)
+        yield None
 
 
 def sources_of(flags: argparse.Namespace) -> Sources:
@@ -113,8 +113,6 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     Raises:
         ConfigError: with every problem found.
     """
-    # Problems are collected, so that one start shows all of them
-    problems, failure = [*checked.problems, *not_folders(checked.accepted)], list[Problem]()
     if command.sources.primary(command.primary) is None:
         names = sorted(path.stem for folder in command.sources.folders for path in folder.glob("*.yaml"))
         message, close = f"there is no config '{command.primary}'", nearest(command.primary, names)
@@ -123,6 +121,8 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
     canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
     job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
+    # Problems are collected, so that one start shows all of them
+    failure = list[Problem]()
     try:
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
@@ -131,24 +131,26 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         app: Any = GlobalHydra.instance().hydra
         cfg: DictConfig = app.compose_config(command.primary, [*added, *words], RunMode.RUN)
         names = [key for key in keys.flatten(OmegaConf.to_container(cfg, resolve=False)) if key[:6] != "hydra."]
-        choices = {str(group): name for group, name in cfg.hydra.runtime.choices.items()}
-        plain = functools.partial(OmegaConf.to_container, resolve=True)
+        choices = {str(group): str(name) for group, name in cfg.hydra.runtime.choices.items() if name}
+        is_sweep = command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN")
         job = dataclasses.replace(
             job,
-            group_choices={group: str(name) for group, name in choices.items() if name and "hydra/" not in group},
-            hydra={kind: (str(choices.get(f"hydra/{kind}")), plain(cfg.hydra[kind])) for kind in _OF_SWEEPS},
-            is_sweep=command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN"),
+            group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
+            is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
         )
         job = dataclasses.replace(job, values=_plain(cfg))
+        if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command
+            parts = {kind: OmegaConf.to_container(cfg.hydra[kind], resolve=True) for kind in ("launcher", "sweeper")}
+            job = dataclasses.replace(job, hydra={kind: (choices[f"hydra/{kind}"], parts[kind]) for kind in parts})
     except ConfigError as error:
         failure = list(error.problems)
     except REFUSALS as error:
         failure = [as_problem(error, names)]
         if job.group_choices:  # it is composed, and a value of it cannot be resolved
             failure = job.with_origins(failure)
-    # Unknown keys wait until here: the nearest key may be one of a component that this config selects.
-    problems += checked.unknown_keys(names)
+    # Only now, as the nearest key may be one of a component that this config selects
+    problems = [*checked.explained(names), *not_folders(checked.accepted)]
     if failure:
         raise ConfigError([*problems, *failure])
     # A run inside a sweep's folder that resumes is a job of it
@@ -209,10 +211,13 @@ def problems_in(
         if (builds is None or within(key, builds)) and isinstance(node, dict) and isinstance(node.get("_target_"), str):
             section = key if key in FACTS else key.split(".")[0]
             problems += bind(key, node, FACTS.get(section, ()), int(section == "optimizer"))
-    # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
-    left_over = [key for key, value in keys.walk(values) if value is None and not says(key, composition.overrides)]
-    problems = [each for each in problems if not (each.kind == "argument" and each.key in left_over)]
-    problems = [_of_an_option(problem, composition) for problem in problems]
+    problems = [
+        _of_an_option(problem, composition)
+        for problem in problems
+        # Options set arguments to null by default: such a null is left over after a change of _target_, and means nothing
+        if not (problem.kind == "argument" and keys.at(values, problem.key) is None)
+        or says(problem.key, composition.overrides)
+    ]
     if imports and config is not None and not (problems or where or may_resume(composition)):
         problems = statistics_of_others(config, composition)
     return config, composition.with_origins(problems, where)
@@ -286,17 +291,11 @@ def _of_an_option(problem: Problem, composition: Composition) -> Problem:
     return dataclasses.replace(problem, message=f"has keys, but {group}={name} is not selected", allowed=allowed)
 
 
-def validated(values: dict[str, Any], composition: Composition, schema: type[T], **options: Any) -> T:
-    """The config of plain values; arguments as `problems_in` takes them. Raises `ConfigError` with every problem there is."""
-    config, problems = problems_in(values, composition, schema, **options)
-    if problems or config is None:
-        raise ConfigError(problems)
-    return config
-
-
 def resolve_config(composition: Composition, schema: type[T]) -> T:
     """The validated config of a command line. Raises `ConfigError` with every problem there is."""
-    config = validated(composition.values, composition, schema)
+    config, problems = problems_in(composition.values, composition, schema)
+    if problems or config is None:
+        raise ConfigError(problems)
     return config if config.ckpt_path is not None else with_preferred_data(config, composition.overrides)
 
 

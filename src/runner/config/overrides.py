@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -41,15 +40,13 @@ def parse_flags(argv: Sequence[str], known: Sequence[str] = ()) -> argparse.Name
     """
     parser = get_args_parser()
     parser.allow_abbrev = False
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            flags = parser.parse_intermixed_args(list(argv))
-    except SystemExit as stop:
-        if stop.code in (0, None):
-            raise
-        options = [option for action in parser._actions for option in action.option_strings]
-        raise _wrong_flag(complaint.getvalue(), argv, options, known) from None
+    options = [option for action in parser._actions for option in action.option_strings]
+
+    def refuse(message: str) -> NoReturn:
+        raise _wrong_flag(message, argv, options, known)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    flags = parser.parse_intermixed_args(list(argv))
     for name, fix in _REFUSED_FLAGS.items():
         if getattr(flags, name.lstrip("-").replace("-", "_")):
             raise UserError(f"{name} is refused: {fix}")
@@ -60,8 +57,7 @@ def _wrong_flag(complaint: str, argv: Sequence[str], options: Sequence[str], kno
     """The mistake behind a complaint of argparse's, with the flag or the override that is meant."""
     wrong = [at for at, word in enumerate(argv) if word.startswith("-") and word.split("=")[0] not in options]
     if not wrong:
-        reason = complaint.strip().splitlines()[-1].partition("error: ")[2]
-        return UserError(reason, "", "python -m runner VERB --help lists the flags")
+        return UserError(complaint, "", "python -m runner VERB --help lists the flags")
     flag, _, value = argv[wrong[0]].partition("=")
     follows = "".join(argv[wrong[0] + 1 : wrong[0] + 2])
     value = value or ("" if "=" in follows or follows.startswith("-") else follows)
@@ -79,16 +75,14 @@ class CheckedOverrides:
 
     accepted: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
-    unknown: list[tuple[str, str]] = field(default_factory=list)  # key and override
     known: list[str] = field(default_factory=list)  # keys of the schema, and groups
 
-    def unknown_keys(self, composed: Iterable[str] = ()) -> list[Problem]:
-        """The problems of keys that nothing knows, each with the closest key of the schema, or of those that were composed."""
+    def explained(self, composed: Iterable[str] = ()) -> list[Problem]:
+        """The problems, keys that nothing knows with the closest one of the schema, or of those that were composed."""
         pool = sorted({*self.known, *composed})
-        close = {key: keys.closest(key, pool) for key, _ in self.unknown}
         return [
-            explained(Problem(key, "is not a key", keys.ANY_KEY, close[key], f"the override {word}"))
-            for key, word in self.unknown
+            explained(replace(each, nearest=keys.closest(each.key, pool))) if each.kind == "key" else each
+            for each in self.problems
         ]
 
 
@@ -110,14 +104,30 @@ def check_overrides(words: Sequence[str], schema: type, sources: Sources, multir
             [override] = parsed([word])
         if paths and "=" not in word and ("/" in word or word.endswith(".safetensors") or Path(word).is_dir()):
             result.problems.append(Problem(word, "is a path without a key", f"{paths.pop(0)}={word}"))
-        elif override is None or not override.key_or_group:
+            continue
+        if override is None or not override.key_or_group:
             result.problems.append(_not_an_override(word, words[number + 1 :]))
-        elif (checked := _checked(override, word, schema, groups, multirun=multirun)) is None:
-            result.unknown.append((override.key_or_group, word))
-        elif isinstance(checked, Problem):
-            result.problems.append(replace(checked, origin=f"the override {word}"))
-        else:
-            result.accepted.append(checked)
+            continue
+        key, bare, deletes = override.key_or_group, word.lstrip("+~"), override.is_delete()
+        value: Any = override.value()
+        if problem := _problem(override, word, keys.find(schema, key), groups.get(key), multirun):
+            result.problems.append(replace(problem, origin=f"the override {word}"))
+            continue
+        if key in groups and not isinstance(value, dict):
+            if isinstance(value, Glob):
+                # Spelled out, as Hydra would also take parts of options, whose names begin with `_`
+                names = value.filter(groups[key])
+                bare = f"{key}={','.join(name if name.isidentifier() else repr(name) for name in names)}"
+            elif isinstance(value, int | float):  # a name such as nan is a number to Hydra
+                bare = f"{key}='{value}'"
+            elif value in (None, [None]) and not deletes:  # Hydra takes null in files only
+                bare, deletes = key, True
+            word = f"{'~' * deletes}{bare}"
+        elif not (deletes or keys.is_of_hydra(key)):
+            # New keys are allowed where the schema is open, such as arguments of a custom class
+            annotation = keys.find(schema, key)
+            word = f"{'++' * (annotation is Any or keys.is_open(annotation))}{bare}"
+        result.accepted.append(word)
     return result
 
 
@@ -133,50 +143,35 @@ def _not_an_override(word: str, following: Sequence[str]) -> Problem:
     return Problem(word, "is not an override", f"key=value, group=option, ~key{example}")
 
 
-def _checked(
-    override: Override, word: str, schema: type, groups: dict[str, list[str]], *, multirun: bool
-) -> str | Problem | None:
-    """The override for Hydra, or its problem; None for a key that nothing knows."""
-    key, options = override.key_or_group, groups.get(override.key_or_group)
+def _problem(
+    override: Override, word: str, annotation: Any, options: list[str] | None, multirun: bool
+) -> Problem | None:
+    """The problem of an override that Hydra can read, if any; `options` are those of its key if that is a group."""
+    key, several = override.key_or_group, override.is_sweep_override()
     value: Any = override.value()
-    # Keys of Hydra are its own to check
-    if key.startswith(("hydra/", "hydra.")):
-        return word
+    if keys.is_of_hydra(key):  # which are its own to check
+        return None
     # A comma means a sweep to Hydra, so without --multirun the user means a list or text
-    if override.is_sweep_override() and not multirun:
+    if several and not multirun:
         text = word.partition("=")[2]
         allowed = f"one value, a list in brackets: '{key}=[{text}]', or quotes around text: '{key}=\"{text}\"'"
         if options is not None:
-            several = f", or several: '{key}=[{text}]'" if key in ("callbacks", "logger") else ""
-            allowed = f"one option{several}"
+            allowed = f"one option{f', or several: {key}=[{text}]' * (key in ('callbacks', 'logger'))}"
         return Problem(key, "has several values, which needs the flag --multirun", allowed)
-    if isinstance(value, Glob) and (names := value.filter(options or [])):
-        # Spelled out here, as Hydra would also take parts of options, whose names begin with `_`.
-        word = f"{key}={','.join(name if name.isidentifier() else repr(name) for name in names)}"
-        [override] = parsed([word])
-    if override.is_sweep_override() and (reason := _wrong_sweep(override, options is not None)):
+    if several and (reason := _wrong_sweep(override, options)):
         allowed = "values such as 1,2 or range(3), or sweep=optuna with search.KEY={log: [1e-4, 1e-1]}"
         return Problem(key, reason, ", ".join(options or []) or allowed)
     # A group takes names of options, everything else takes values
-    if options is not None and not isinstance(value, dict):
-        return _checked_group(override, word, options)
-    annotation = keys.find(schema, key)
-    if annotation is None:
+    if options is None or isinstance(value, dict):
+        if annotation is None:
+            return Problem(key, "is not a key", keys.ANY_KEY, kind="key")
+        if override.is_delete() and annotation is not Any:
+            allowed = f"set it to {keys.describe(annotation)}"
+            return Problem(key, "cannot be deleted: it is part of the schema", allowed)
         return None
-    if override.is_delete():
-        why = "cannot be deleted: it is part of the schema"
-        return word if annotation is Any else Problem(key, why, f"set it to {keys.describe(annotation)}")
-    # New keys are allowed where the schema is open, such as arguments of a custom class
-    may_be_new = annotation is Any or keys.is_open(annotation)
-    return ("++" if may_be_new else "") + word.lstrip("+")
-
-
-def _checked_group(override: Override, word: str, options: list[str]) -> str | Problem:
-    """The choice of an option for Hydra, or its problem."""
-    key, value = override.key_or_group, override.value()
-    if override.is_delete():
-        return "~" + word.lstrip("+~")
-    if override.is_sweep_override():
+    if override.is_delete() or isinstance(value, Glob):
+        return None
+    if several:
         names = [str(each).strip("'\"") for each in override.sweep_string_iterator()]
     else:
         names = ["null" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
@@ -184,14 +179,10 @@ def _checked_group(override: Override, word: str, options: list[str]) -> str | P
         if name not in options and name not in ("null", "") and not name.startswith("_"):
             return explained(_no_option(key, name, options), name)
     # Selecting none and others at once contradicts itself
-    if "none" in names and len(names) > 1 and not override.is_sweep_override():
+    if "none" in names and len(names) > 1 and not several:
         others = ",".join(name for name in names if name != "none")
         return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")
-    if names == ["null"]:
-        return f"~{key}"  # Hydra takes null in files only
-    if isinstance(value, int | float):
-        return f"{key}='{names[0]}'"  # a name such as nan is a number to Hydra
-    return word.lstrip("+")
+    return None
 
 
 def _no_option(group: str, name: str, options: list[str]) -> Problem:
@@ -206,11 +197,15 @@ def _no_option(group: str, name: str, options: list[str]) -> Problem:
     return Problem(group, message, allowed, meant)
 
 
-def _wrong_sweep(override: Override, is_group: bool) -> str:
-    """The reason why a sweep has no jobs, or an empty string."""
+def _wrong_sweep(override: Override, options: list[str] | None) -> str:
+    """The reason why a sweep over a key, or the options of a group, has no jobs, or an empty string."""
+    is_group = options is not None
+    value: Any = override.value()
     if override.is_interval_sweep():
         return "is chosen by name, and an interval has none" if is_group else "cannot be an interval"
-    if isinstance(override.value(), Glob):
+    if isinstance(value, Glob):
+        if value.filter(options or []):
+            return ""
         return "has no option of that pattern" if is_group else "cannot be glob(...), which is for groups of options"
     return "" if any(True for _ in override.sweep_iterator()) else "has no values to sweep over"
 
@@ -235,5 +230,4 @@ def without_effect(words: Iterable[str]) -> list[Problem]:
     """Problems of overrides of `hydra.*` that do nothing, as this program starts its jobs itself."""
     found = [keys.key_of(word).replace("/", ".") for word in words if keys.is_of_hydra(word)]
     allowed = f"without it; of Hydra's keys, these have one: {', '.join(_HYDRA_KEYS)}"
-    idle = [key for key in found if key != "hydra" and not keys.within(key, _HYDRA_KEYS)]
-    return [Problem(key, "has no effect", allowed) for key in idle]
+    return [Problem(key, "has no effect", allowed) for key in found if not keys.within(key, _HYDRA_KEYS)]

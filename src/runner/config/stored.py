@@ -20,7 +20,7 @@ from runner.config.changes import other_run
 from runner.config.composition import Composition
 from runner.config.gone import drop
 from runner.config.keys import OF_THE_SWEEP, at, flatten, hints, put, says, to_plain, within
-from runner.config.load import PREPARATION, two_rates, validated
+from runner.config.load import PREPARATION, problems_in, two_rates
 from runner.config.overrides import parsed
 from runner.config.schema.train import Train
 from runner.config.sources import Sources, text_of
@@ -152,7 +152,10 @@ def resolve_with_checkpoint(
         _section(values, "data")["normalize"] = dict(normalize)
     kind: type = schema
     values |= {key: composition.values[key] for key in hints(kind) if key not in hints(Train)}
-    return validated(values, composition, schema, where=where, builds=builds), changed
+    config, problems = problems_in(values, composition, schema, where=where, builds=builds)
+    if problems or config is None:
+        raise ConfigError(problems)
+    return config, changed
 
 
 def merge_with_checkpoint(

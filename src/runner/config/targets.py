@@ -102,12 +102,12 @@ class Component:
             UserError: if there is no such object.
         """
         self.target = resolve(str(node["_target_"])) if target is None else target
-        self.parameters: Mapping[str, inspect.Parameter] | None
         # Some builtins and extensions have no signature, and take what they are given
-        try:
+        self.parameters: Mapping[str, inspect.Parameter] = {}
+        self.takes_any = True  # arguments of any name: there is no signature, or it ends in `**kwargs`
+        with contextlib.suppress(ValueError, TypeError):
             self.parameters = inspect.signature(self.target).parameters
-        except (ValueError, TypeError):
-            self.parameters = None
+            self.takes_any = any(each.kind is each.VAR_KEYWORD for each in self.parameters.values())
         # Keys that this program reads itself are not passed on
         extras = extras_class(key)
         self.known_extras = [name for name in keys.hints(extras) if not self.takes(name)] if extras else []
@@ -117,14 +117,9 @@ class Component:
             name: value for name, value in node.items() if not name.startswith("_") and name not in self.extras
         }
 
-    @property
-    def takes_any(self) -> bool:
-        """Tell whether arguments of any name are accepted: there is no signature, or it ends in `**kwargs`."""
-        return self.parameters is None or any(each.kind is each.VAR_KEYWORD for each in self.parameters.values())
-
     def takes(self, name: str) -> bool:
         """Tell whether the signature has an argument of this name."""
-        return name in (self.parameters or {})
+        return name in self.parameters
 
 
 def targets_in(value: Any) -> Iterator[tuple[str, str]]:
@@ -162,8 +157,6 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     problems += [Problem(f"{key}.{name}", "is not supported", ", ".join(_CONTROL)) for name in others]
     if not isinstance(component.positional, list):
         return [*problems, Problem(f"{key}._args_", f"cannot be {shown(component.positional)}", "a list")]
-    if component.parameters is None:
-        return problems
     # What the program passes by position is not for a config to give.
     parameters = list(component.parameters.values())[positional + len(component.positional) :]
     named = {each.name: each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
@@ -225,15 +218,6 @@ def _wrong_type(key: str, annotation: Any, value: Any) -> list[Problem]:
             adapter(either).validate_python(value)
             return []
     return [Problem(key, f"cannot be {shown(value)}", keys.describe(either))]
-
-
-def optimizers_taking(argument: str) -> list[str]:
-    """Names of torch's optimizers that have an argument."""
-    import torch.optim
-
-    classes = [member for member in vars(torch.optim).values() if inspect.isclass(member)]
-    optimizers = [each for each in classes if issubclass(each, torch.optim.Optimizer)]
-    return sorted(each.__name__ for each in optimizers if argument in inspect.signature(each).parameters)
 
 
 def extras_of(key: str, node: Mapping[str, Any]) -> Any:
@@ -344,7 +328,7 @@ def _fetch_nothing(component: Component) -> None:
         given["fetch_weights"] = False
     if inspect.isfunction(target) and keys.within(target.__module__, ["torchvision.models"]):
         # These builders take arguments by position too, the weights first, and load some where none are named.
-        given |= dict(zip(component.parameters or (), component.positional, strict=False))
+        given |= dict(zip(component.parameters, component.positional, strict=False))
         component.positional = []
         given = {name: value for name, value in given.items() if name not in _DOWNLOADS}
         if target.__name__ == "get_model":  # calls a builder by its name; building refuses a name that there is not

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _device_dtype_check_for_fused
 
 from runner.base.errors import UserError, first_line
-from runner.config.targets import Component, optimizers_taking
+from runner.config.targets import Component
 from runner.distributed.sharding import is_divided
 from runner.optim.muon import Muon
 
@@ -52,8 +52,7 @@ def choose_kernels(
     # A request that the optimizer does not know would be dropped silently
     for kind in KINDS:
         if node.get(kind) and kind not in has:
-            allowed = f"null, or another optimizer; {', '.join(optimizers_taking(kind))} have them"
-            raise UserError(f"{key}.{kind}", f"{name} has no such kernels", allowed)
+            raise UserError(f"{key}.{kind}", f"{name} has no such kernels", "null, or another optimizer")
     # Other classes choose for themselves
     if not has or not (target is Muon or (inspect.isclass(target) and target.__module__.startswith("torch.optim"))):
         return Kernels({}, "", "")

@@ -72,13 +72,11 @@ def to_continue(composition: Composition) -> tuple[Path | None, list[str]]:
     It is the run in the folder that Hydra was given, or the newest unfinished one of this command.
     """
     fixed = composition.job_dir or composition.run_dir
-    if fixed is not None:
-        if composition.job_dir is None and composition.resumes and holds_run(fixed):
-            _refuse_other_run(composition, fixed)
-        if not (fixed / "summary.json").is_file():
-            return None, []
+    if fixed is not None and (fixed / "summary.json").is_file():
         refuse_special_files(fixed)  # before anything in it is read
         return fixed, []
+    if fixed is not None:
+        return None, []
     # A requeued job continues what it began itself, as other jobs may have the same command.
     of_job = os.environ["SLURM_JOB_ID"] if slurm.restarted() and not composition.resumes else None
     unlike = _compared_with(composition)
@@ -140,14 +138,18 @@ def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
     return unlike
 
 
-def _refuse_other_run(composition: Composition, folder: Path) -> None:
-    """Raise a `UserError` if the run in the folder of `hydra.run.dir` is not that of the command."""
+def why_occupied(composition: Composition) -> UserError | None:
+    """The mistake of resuming in the folder of `hydra.run.dir` while it belongs to another run; None for no mistake."""
+    fixed = composition.run_dir
+    # The settings of a run that resumes a checkpoint are not those of the command
+    of_checkpoint = composition.values.get("ckpt_path") is not None
+    if fixed is None or not composition.resumes or not holds_run(fixed) or of_checkpoint:
+        return None
     try:
-        if not (unlike := _compared_with(composition)(folder)):
-            return
-        reason = f"of other settings ({', '.join(unlike[:5])})"
+        unlike = _compared_with(composition)(fixed)
+        reason = f"of other settings ({', '.join(unlike[:5])})" if unlike else ""
     except ValueError as error:
         reason = f"whose {error}"
-    other = f", or ckpt_path={folder} hydra.run.dir={folder} instead of resume=auto, to continue it with other settings"
-    allowed = f"its command, another folder{other if find.resumable(folder) else ''}"
-    raise UserError("resume", f"is auto, and {folder} holds a run {reason}", allowed)
+    other = f", or ckpt_path={fixed} hydra.run.dir={fixed} instead of resume=auto, to continue it with other settings"
+    allowed = f"its command, another folder{other if find.resumable(fixed) else ''}"
+    return UserError("resume", f"is auto, and {fixed} holds a run {reason}", allowed) if reason else None

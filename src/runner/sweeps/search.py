@@ -218,8 +218,8 @@ def _check_ends(command: Composition, words: Sequence[str], space: Mapping[str, 
     ends = [(key, word_of(key, end)) for key, each in space.items() for end in each.ends]
     checked = overrides.check_overrides([word for _, word in ends], command.schema, command.sources, False)
     try:
-        if problems := [*checked.problems, *checked.unknown_keys()]:
-            raise ConfigError(list({(each.key, each.message): each for each in problems}.values()))
+        if checked.problems:
+            raise ConfigError(list({(each.key, each.message): each for each in checked.explained()}.values()))
         accepted = [(key, word) for (key, _), word in zip(ends, checked.accepted, strict=True)]
         first = dict(reversed(accepted))
         others = [first, *(first | {key: word} for key, word in accepted if word != first[key])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from runner.sweeps.rows import rows_in
 from runner.sweeps.run import Jobs, Sweep, opened_folder
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.tracking.console import Console
-from runner.verbs._job import run_job
 from runner.verbs._table import Verb, print_error
 
 _PRELOADED = "runner.verbs._preloaded"
@@ -30,7 +29,7 @@ _SLOW = {"torchvision": "torchvision", "timm": "timm", "torchmetrics": "torchmet
 """Packages that take seconds to import, by what is in the `_target_` of components that need them, and their modules."""
 
 
-def run_sweep(verb: Verb, command: Composition) -> int:
+def run_sweep(verb: Verb, command: Composition, run_job: Callable[[str, Composition], None]) -> int:
     """Run the jobs that are left of a sweep or a search; returns the exit status.
 
     Raises `ConfigError` with every problem before the first job, `UserError` for what makes a sweep impossible.

@@ -21,8 +21,8 @@ from runner.tracking.verb_report import Report
 from runner.train import build_run
 
 
-def run(composition: Composition) -> float:
-    """Find a learning rate; returns the recommended one, for sweepers."""
+def run(composition: Composition) -> None:
+    """Find a learning rate, and write it with a plot into a folder."""
     config, found = config_and_checkpoint(composition, FindLr)
     report = Report(config.json)
     # The length of the test replaces that of the run
@@ -51,7 +51,6 @@ def run(composition: Composition) -> float:
     write_json(folder / "lr_range.json", record | {"environment": environment()}, named=True)
     if not report.json(record, folder=str(folder)):
         _show(report, rate, folder)
-    return rate.settings["lr"]
 
 
 def _show(report: Report, rate: FoundRate, folder: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,22 @@ from runner.engine.errors import Preempted
 from runner.run.describe import dry_run
 from runner.run.ranks import check_one_process, checkpoint_of_rank, count_ranks, device_of_rank
 from runner.run.run_directory import Job, RunDirectory
-from runner.run.setup import decide
+from runner.run.setup import decide, why_occupied
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
 from runner.train import build_run, train
 from runner.verbs._ranks import lead
 
 
-def run(composition: Composition) -> float | None:
-    """Run one job; returns the best value of the monitored metric, or None if there is none.
-
-    Raises `SystemExit` with the exit code, unless the job finished or is one of a sweep.
-    """
-    directory, value = run_composition(composition)
-    directory.finish()
-    return value
-
-
-def run_composition(composition: Composition) -> tuple[RunDirectory, float | None]:
+def run(composition: Composition) -> tuple[RunDirectory, float | None]:
     """Run one job; returns its directory, which tells how it ended, and the best value of the monitored metric."""
     # A rank gets signals from its launcher and from the scheduler, so a second one must not end it
-    patient = started_by_launcher() or composition.supervised
-    directory, signals, value = RunDirectory(composition), StopSignals(patient), None
+    led = started_by_launcher()
+    directory, signals, value = RunDirectory(composition), StopSignals(led or composition.supervised), None
     try:
         with signals, operations_named(lambda text: directory.console.warn(text)):
+            if mistake := why_occupied(composition):
+                raise mistake
             # A job of a sweep has its directory first, so that whatever fails is recorded there
             directory.reserve()
             decide(directory)
@@ -60,7 +51,9 @@ def run_composition(composition: Composition) -> tuple[RunDirectory, float | Non
                 return directory, directory.leave()
             else:
                 directory.open()
-                value = _train(directory, signals)
+                size = count_ranks(config)  # refuses more than there can be
+                alone = size == 1 and not led
+                value = train(directory, signals, _pruning()) if alone else _lead(directory, signals, size)
         directory.summary["status"] = "pruned" if "pruned" in directory.summary else "finished"
     except (Exception, SystemExit) as error:
         directory.fail(error)
@@ -69,15 +62,11 @@ def run_composition(composition: Composition) -> tuple[RunDirectory, float | Non
     return directory, value
 
 
-def _train(directory: RunDirectory, signals: StopSignals) -> float | None:
-    """Train here, or with other ranks."""
+def _lead(directory: RunDirectory, signals: StopSignals, size: int) -> float | None:
+    """Train with other ranks: those that torchrun or SLURM started wait for the job, otherwise this process starts them."""
     config, job = directory.config, directory.job()
-    size = count_ranks(config)  # refuses more than there can be
-    # Ranks that torchrun or SLURM started wait for the job; otherwise this process starts them if there are several
     if started_by_launcher():
-        return lead(job, config, lambda: train(directory, signals, _pruning(world().decide)))
-    if size == 1:
-        return train(directory, signals, _pruning(world().decide))
+        return lead(job, config, lambda: train(directory, signals, _pruning()))
     from runner.launch.ranks import run_ranks
 
     # The directory and its files are there before the ranks, which only continue them
@@ -95,13 +84,13 @@ def _train(directory: RunDirectory, signals: StopSignals) -> float | None:
     return outcome.value
 
 
-def _pruning(decide: Callable[[Callable[[], Any]], Any]) -> list[Any]:
+def _pruning() -> list[Any]:
     """The callbacks of a run that is a trial of a search; none for any other run."""
     if "RUNNER_TRIAL" not in os.environ:
         return []
     from runner.sweeps.study import Pruning
 
-    return [Pruning(decide)]
+    return [Pruning(world().decide)]
 
 
 def as_rank(job: Job, store: Any = None) -> float | None:
@@ -117,4 +106,4 @@ def as_rank(job: Job, store: Any = None) -> float | None:
         ending.enter_context(operations_named(lambda text: directory.console.warn(text)))
         if config.max_time is not None:
             signals.limit(seconds(config.max_time), f"max_time={config.max_time}")
-        return train(directory, signals, _pruning(world.decide))
+        return train(directory, signals, _pruning())
