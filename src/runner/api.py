@@ -146,8 +146,8 @@ class Trained:
                 batch = sources[start : start + _BATCH]
                 with precision.autocast():
                     outputs = self.model(self.preprocess.batch(batch).to(precision.weights)).float().cpu()
-                cells = [{"path": str(source)} if isinstance(source, Path) else {} for source in batch]
-                predicted += rows.rows(outputs, cells)
+                for source, row in zip(batch, rows.rows(outputs), strict=True):
+                    predicted.append(({"path": str(source)} if isinstance(source, Path) else {}) | row)
         return predicted
 
 
