@@ -79,14 +79,14 @@ def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def bench(run: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch) -> Measured:
+def bench(
+    json_of: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch
+) -> Measured:
     """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]")`."""
     monkeypatch.setattr("runner.lab.bench.bars", lambda *_, **__: None)
 
     def call(*words: str) -> dict[str, Any]:
-        result = run("bench", *TINY, *NET, *words, "json=true")
-        assert result.status == 0, result.err
-        found: dict[str, Any] = json.loads(result.out)
+        found: dict[str, Any] = json_of("bench", *TINY, *NET, *words)
         return found | {"by_name": {" ".join(each["overrides"]): each for each in found.get("candidates", [])}}
 
     return call
@@ -98,11 +98,10 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.extended
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
-    run: Callable[..., Any], parts: None, workdir: Path
+    accepted: Callable[..., Any], parts: None, workdir: Path
 ) -> None:
     words = ("model.without_channels_last_ms=40", "toggles=[channels_last,tf32]")
-    result = run("bench", *TINY, *NET, *words)
-    assert result.status == 0, result.err
+    result = accepted("bench", *TINY, *NET, *words)
     *lines, last_but_one, last = result.out.strip().splitlines()
     assert last_but_one == "recommended: channels_last=true"
     folder = Path(last)
@@ -196,22 +195,20 @@ def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: 
 
 
 def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words_on_top(
-    train: Callable[..., Any], run: Callable[..., Any], short_runs_forked: None
+    train: Callable[..., Any], accepted: Callable[..., Any], short_runs_forked: None
 ) -> None:
     trained = train(
         "data=synthetic", "data.image_size=8", "model=mlp", "model.hidden=[7]", "max_steps=1", "epochs=null"
     )
     words = ("threads=1", "toggles=[]", "vary.seed=[1]", "repeats=2", "steps=3")
-    result = run("bench", f"ckpt_path={trained.directory}", *words)
-    assert result.status == 0, result.err
+    result = accepted("bench", f"ckpt_path={trained.directory}", *words)
     assert "MLP, 1,431 parameters" in result.out
     assert "another training" in result.out
 
 
 @pytest.mark.extended
-def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, run: Callable[..., Any]) -> None:
-    result = run("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1")
-    assert result.status == 0, result.err
+def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Callable[..., Any]) -> None:
+    accepted("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1")
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):
         assert json.loads((sweep / job / "bench.json").read_text())["recommended"] == []
