@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from runner.base.errors import OK, UserError, file_error, system_limit
+from runner.base.errors import OK, UserError, system_limit
 from runner.base.reading import read_summary
 from runner.config import keys
 from runner.config.app import application
@@ -66,7 +66,7 @@ def _files_reported() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not (text := system_limit(error) or file_error(error)):
+        if not (text := system_limit(error)):
             raise
         raise UserError(text) from error
 
