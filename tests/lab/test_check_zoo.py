@@ -100,8 +100,7 @@ PRETRAINED = "model={_target_: check_zoo.Pretrained, num_classes: null}"
 MEANT = {
     "bias of the class shares": (("init=prior_bias", _shapes("common class")), "initial-loss", "the class shares"),
     "statistics of trained weights": (
-        (PRETRAINED, "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}"),
-        "normalization",
+        (PRETRAINED, "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}"), "normalization",
         "as the pretrained weights of the model expect",
     ),
     "pixels from 0 to 1": (("data.normalize={mean: [0.0], std: [1.0]}",), "normalization", "nothing is normalized"),
@@ -109,21 +108,15 @@ MEANT = {
     "white pages of one border": (PALE, "batch-repeats", "0% of"),
     "one drawing twice": ((_shapes("one glyph twice"),), "leakage", "1 of 100 of test"),
     "weighted classes": (
-        (_shapes("common class"), "loss.class_weights=balanced"),
-        "class-balance",
-        "handled by loss.class_weights",
+        (_shapes("common class"), "loss.class_weights=balanced"), "class-balance", "handled by loss.class_weights",
     ),
     "balanced classes": (
-        (_shapes("common class"), "data.sampler=balanced"),
-        "class-balance",
-        "handled by data.sampler=balanced",
+        (_shapes("common class"), "data.sampler=balanced"), "class-balance", "handled by data.sampler=balanced",
     ),
     "faint numbers": (
-        (*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")),
-        "learnable",
-        "standard errors",
+        (*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")), "learnable", "standard errors",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MEANT)
