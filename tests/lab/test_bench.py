@@ -1,12 +1,11 @@
-"""`bench` finds what pays on this machine: shown with models and data whose speed is known, because they sleep."""
+"""`bench` finds what pays on this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,76 +16,61 @@ from PIL import Image
 from torch import nn
 
 from runner.config.composition import Composition
-from runner.config.load import opened, resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.verbs import Bench
 from runner.data.workers import WorkerLoader
 from runner.lab.bench import Candidate, candidates, compare, recommended
+from runner.lab.short_runs import Stopwatch
 from runner.tracking.verb_report import Report
 
-PARTS = '''
-import time
-
+PARTS = """
 import torch
 from torch import nn
 
 
 class Net(nn.Module):
-    """Linear, with pauses that a toggle takes away."""
-
-    def __init__(self, num_classes: int, image_size: tuple[int, int], without_channels_last_ms: float = 0.0,
-                 steps_with_amp: int = 1000, broken: bool = False):
+    def __init__(self, num_classes, image_size, steps_with_amp, broken):
         super().__init__()
-        self.layer = nn.Conv2d(3, num_classes, image_size)
-        self.without_channels_last_ms, self.steps_with_amp, self.broken = without_channels_last_ms, steps_with_amp, broken
+        self.layer, self.steps_with_amp, self.broken = nn.Conv2d(3, num_classes, image_size), steps_with_amp, broken
 
     def forward(self, images):
         fast = torch.is_autocast_enabled("cpu")
-        if self.training:
-            self.steps_with_amp -= fast
-            if self.steps_with_amp < 0:
-                raise RuntimeError("no memory is left, say")
-            if not images.is_contiguous(memory_format=torch.channels_last):
-                time.sleep(0.001 * self.without_channels_last_ms)
+        self.steps_with_amp -= fast and self.training
+        if self.steps_with_amp < 0:
+            raise RuntimeError("no memory is left, say")
         logits = self.layer(images).flatten(1)
         return logits / 0 if self.broken and fast else logits
-'''
-TINY = (
-    *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=3", "steps=5"),
-)
-NET = ("--config-dir", "mine", "model=paused")
-OPTION = """# A model that sleeps.
-_target_: bench_parts.Net
-without_channels_last_ms: 0.0
-steps_with_amp: 1000
-broken: false
 """
+CALL = (
+    *("bench", "threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
+    *("repeats=3", "steps=5", "--config-dir", "mine", "model=own"),
+)
+OPTION = "# Fails with amp.\n_target_: bench_parts.Net\nsteps_with_amp: 1000\nbroken: false\n"
 
 Measured = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sleeping model, and measurements as short as their steps: pauses are longer than any noise."""
+def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model, and measurements as short as their steps."""
     monkeypatch.setattr("runner.lab.bench._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
-    (workdir / "mine" / "model" / "paused.yaml").write_text(OPTION)
+    (workdir / "mine" / "model" / "own.yaml").write_text(OPTION)
     monkeypatch.syspath_prepend(workdir)
     monkeypatch.setenv("PYTHONPATH", str(workdir), prepend=os.pathsep)
-    yield
-    sys.modules.pop("bench_parts", None)
 
 
 @pytest.fixture
 def bench(
     json_of: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch
 ) -> Measured:
-    """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]")`."""
+    """What `bench` finds out about the model: `bench("toggles=[]", "vary.amp=[bf16]")`."""
     monkeypatch.setattr("runner.lab.bench.bars", lambda *_, **__: None)
 
     def call(*words: str) -> dict[str, Any]:
-        found: dict[str, Any] = json_of("bench", *TINY, *NET, *words)
+        found: dict[str, Any] = json_of(*CALL, *words)
+        assert not [*Path("outputs").glob("synthetic/*")], "the measured runs are not kept"
         return found | {"by_name": {" ".join(each["overrides"]): each for each in found.get("candidates", [])}}
 
     return call
@@ -96,12 +80,16 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
     return {each["what"]: each["why"] for each in found["left_out"]}
 
 
-@pytest.mark.extended
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
-    accepted: Callable[..., Any], parts: None, workdir: Path
+    accepted: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("model.without_channels_last_ms=40", "toggles=[channels_last,tf32]")
-    result = accepted("bench", *TINY, *NET, *words)
+    def measure(config: Bench, workers: int | None, candidate: Candidate, most_s: float | None) -> float:
+        candidate.speeds.append(2.0 if candidate.words else 1.0)
+        candidate.step_ms.append(8000 / candidate.speeds[-1])
+        return 1.0
+
+    monkeypatch.setattr("runner.lab.bench._measure", measure)
+    result = accepted(*CALL, "toggles=[channels_last,tf32]")
     *lines, last_but_one, last = result.out.strip().splitlines()
     assert last_but_one == "recommended: channels_last=true"
     folder = Path(last)
@@ -113,7 +101,6 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
     assert written["environment"]["torch"]["version"] == torch.__version__
     with Image.open(folder / "bench.png") as picture:
         picture.verify()
-    assert not [*Path("outputs").glob("synthetic/*")], "the measured runs are not kept"
 
 
 AMP, OTHER = {"amp": True}, {"amp": True, "data.batch_size": 8}
@@ -177,14 +164,23 @@ def test_a_run_whose_loss_is_not_finite_is_listed(bench: Measured) -> None:
     assert "finite" in reasons(found)["amp=bf16"]
 
 
-@pytest.mark.extended
-def test_a_candidate_that_is_far_too_slow_is_measured_over_fewer_steps(bench: Measured) -> None:
-    found = bench(
-        "toggles=[]", "channels_last=true", "vary.channels_last=[false]", "model.without_channels_last_ms=300"
-    )
-    slow = found["by_name"]["channels_last=false"]
-    assert slow["verdict"] == "slower"
-    assert slow["wall_s"] < 3 * 0.3 + 0.3 + 3
+@pytest.mark.parametrize(("least_s", "most_s", "steps"), [(0.0, None, 4), (1.0, None, 8), (0.0, 0.3, 3), (1.0, 0.9, 8)])
+def test_a_measurement_has_its_steps_more_where_they_are_short_and_fewer_where_they_are_long(
+    least_s: float, most_s: float | None, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked, target = [0.0], list[str](), tmp_path / "measured.json"
+    monkeypatch.setattr("runner.lab.short_runs.time.perf_counter", lambda: now[0])
+    meter = SimpleNamespace(meter=SimpleNamespace(device=torch.device("cpu")))
+    loop: Any = SimpleNamespace(state=meter, samples_seen=0, request_stop=asked.append)
+    stopwatch = Stopwatch(4, warmup=2, least_s=least_s, most_s=most_s, target=str(target))
+    stopwatch.on_start(loop)
+    while not asked:
+        now[0] += 0.125
+        loop.samples_seen += 8
+        stopwatch.on_step(loop)
+    stopwatch.on_end(loop)
+    found = json.loads(target.read_text())
+    assert (found["steps"], found["samples"], found["seconds"]) == (steps, 8 * steps, 0.125 * steps)
 
 
 def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: Measured) -> None:
@@ -208,7 +204,7 @@ def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words
 
 @pytest.mark.extended
 def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Callable[..., Any]) -> None:
-    accepted("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1")
+    accepted(*CALL, "--multirun", "toggles=[]", "seed=0,1")
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):
         assert json.loads((sweep / job / "bench.json").read_text())["recommended"] == []
@@ -229,9 +225,6 @@ class Built(SimpleNamespace):
 CPU, CUDA, WORKERS = Built(), Built("cuda", fused=True, foreach=False), Built(workers=2)
 FUSED = "optimizer.fused=true optimizer.foreach=false"
 
-# The same words give the same config, and composing is what takes the time.
-_KNOWN: dict[tuple[str, ...], tuple[Bench, Composition]] = {}
-
 Tried = Callable[..., tuple[dict[str, Candidate], dict[str, str]]]
 
 
@@ -242,26 +235,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
-    def call(*words: str) -> tuple[Bench, Composition]:
-        if words not in _KNOWN:
-            with opened("bench", words) as command:
-                _KNOWN[words] = resolve_config(command, Bench), command
-        return _KNOWN[words]
-
-    return call
-
-
-@pytest.fixture
-def tried(composed: Callable[..., Any]) -> Tried:
+def tried(compose: Callable[..., Composition]) -> Tried:
     """Candidates by name, and what was skipped with the reason: `tried(CPU, amp=True)`."""
 
     def call(built: Any, *words: str, **changes: Any) -> tuple[dict[str, Candidate], dict[str, str]]:
-        config, composition = composed(*words)
+        composition = compose(*words, verb="bench")
+        config = resolve_config(composition, Bench)
         optimizer = config.optimizer | changes.pop("optimizer", {})
         changed = dataclasses.replace(config, optimizer=optimizer, **changes)
         found, left_out = candidates(changed, built, composition.sources)
-        return {candidate.name: candidate for candidate in found}, dict(left_out)
+        return {candidate.name: candidate for candidate in found}, left_out
 
     return call
 
@@ -319,12 +302,9 @@ def test_what_applies_is_tried_and_what_does_not_is_named(what: str, tried: Trie
     assert absent is not None or set(left_out) == inapplicable
 
 
-def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_for_the_disk(
-    composed: Callable[..., Any],
-) -> None:
-    config, composition = composed("data.placement=disk", "data.num_workers=2")
-    names = {candidate.name for candidate in candidates(config, WORKERS, composition.sources)[0]}
-    assert {"data.num_workers=0", "data.placement=ram data.num_workers=auto"} <= names
+def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_for_the_disk(tried: Tried) -> None:
+    names, _ = tried(WORKERS, "data.placement=disk", "data.num_workers=2")
+    assert {"data.num_workers=0", "data.placement=ram data.num_workers=auto"} <= names.keys()
     assert "data.num_workers=2" not in names
 
 
@@ -338,13 +318,11 @@ def test_further_keys_are_varied_in_either_spelling(word: str, tried: Tried) -> 
     assert set(varied) == {"optimizer.fused=false", "optimizer.fused=true"}
 
 
-def test_an_own_preset_is_tried(composed: Callable[..., Any], workdir: Path) -> None:
+def test_an_own_preset_is_tried(tried: Tried, workdir: Path) -> None:
     folder = workdir / "mine" / "performance"
     folder.mkdir(parents=True)
     (folder / "lean.yaml").write_text("# @package _global_\n# Mine.\namp: bf16\noptimizer:\n  fused: true\n")
-    config, composition = composed("--config-dir", "mine")
-    found, _ = candidates(config, CPU, composition.sources)
-    [own] = [candidate for candidate in found if candidate.words == ["performance=lean"]]
+    own = tried(CPU, "--config-dir", "mine")[0]["performance=lean"]
     assert dict(own.settings) == {"amp": "bf16", "optimizer.fused": True}
     own.ratios = [2.0]
     assert own.verdict == ""
