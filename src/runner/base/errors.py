@@ -116,7 +116,7 @@ def require(key: str, package: str, *modules: str, otherwise: str = "") -> None:
 
 @contextlib.contextmanager
 def blame(key: str, problem: str, allowed: str = "", *others: type[Exception]) -> Iterator[None]:
-    """Turn what code of users or other libraries raises into a `UserError`, but for one, a lack of memory, and `others`."""
+    """Turn what code of users or other libraries raises into a mistake of a key; its own, `MemoryError` and `others` pass."""
     try:
         yield
     except (UserError, MemoryError, *others):

@@ -25,7 +25,6 @@ from runner.tracking.formats import harmless
 Row = dict[str, Any]
 """Column -> a text, a number, a list of numbers, or what a task gives for a sample."""
 _FORMATS = (".csv", ".jsonl")
-_NOT_PLAIN = re.compile(r"[^\w.-]")  # in the name of a file
 # Label i has the colour that torchvision.utils gives object i by default.
 _PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
 
@@ -56,12 +55,11 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
         lines = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\r\n")
 
         def plain(name: str, value: Any, number: int) -> Any:
-            if name in lists:
-                return value
-            picture = path.with_name(f"{path.stem}_images") / f"{number:06}_{_NOT_PLAIN.sub('_', name)}.png"
-            value = _without_tensors(name, value, picture)
-            nested = isinstance(value, list | tuple | dict) and not as_json
-            return _encodable(json.dumps(finite(value), ensure_ascii=False) if nested else value)
+            if name not in lists and not isinstance(value, str | int | float):
+                value = _without_tensors(name, value, number, path)
+                if isinstance(value, list | tuple | dict) and not as_json:
+                    value = json.dumps(finite(value), ensure_ascii=False)
+            return _encodable(value)
 
         def write(rows: Sequence[Row]) -> list[Row]:
             made = list[Row]()
@@ -89,7 +87,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
         yield write
 
 
-def _without_tensors(name: str, value: Any, picture: Path) -> Any:
+def _without_tensors(name: str, value: Any, number: int, table: Path) -> Any:
     """What a task gives for a sample as plain values; an image is written, and its path relative to the table returned."""
     if not (isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim in (2, 3)):
         return mapped_items(value, Tensor, lambda tensor: tensor.tolist())
@@ -99,6 +97,8 @@ def _without_tensors(name: str, value: Any, picture: Path) -> Any:
     image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
     if value.ndim == 2:
         image.putpalette(_PALETTE)
+    plain = re.sub(r"[^\w.-]", "_", name)
+    picture = table.with_name(f"{table.stem}_images") / f"{number:06}_{plain}.png"
     with writing(picture):
         picture.parent.mkdir(exist_ok=True)
         image.save(picture)
