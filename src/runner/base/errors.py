@@ -119,9 +119,9 @@ def blame(key: str, problem: str, allowed: str = "", *others: type[Exception]) -
     """Turn what code of users or other libraries raises into a mistake of a key; its own, `MemoryError` and `others` pass."""
     try:
         yield
-    except (UserError, MemoryError, *others):
-        raise
     except Exception as error:
+        if isinstance(error, (UserError, MemoryError, *others)):
+            raise
         raise UserError(key, f"{problem}: {first_line(error)[:_LONGEST]}", allowed) from error
 
 
