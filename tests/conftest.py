@@ -195,6 +195,12 @@ def accepted(run: Callable[..., Result]) -> Callable[..., Result]:
 
 
 @pytest.fixture
+def json_of(accepted: Callable[..., Result]) -> Callable[..., dict[str, Any]]:
+    """The object that a verb prints for programs, which must succeed: `json_of("eval", "ckpt_path=last")`."""
+    return lambda *words: json.loads(accepted(*words, "json=true").out)
+
+
+@pytest.fixture
 def rejected(run: Callable[..., Result]) -> Callable[..., Result]:
     """Call the program in this process with a mistake, which it must answer by a sentence."""
 

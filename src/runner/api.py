@@ -20,7 +20,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from runner.base.errors import OK, UserError, file_error, system_limit
+from runner.base.errors import OK, UserError, system_limit
 from runner.base.reading import read_summary
 from runner.config import keys
 from runner.config.composition import Composition
@@ -60,7 +60,7 @@ def _files_reported() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if not (text := system_limit(error) or file_error(error)):
+        if not (text := system_limit(error)):
             raise
         raise UserError(text) from error
 
@@ -140,8 +140,8 @@ class Trained:
                 batch = sources[start : start + _BATCH]
                 with precision.autocast():
                     outputs = self.model(self.preprocess.batch(batch).to(precision.weights)).float().cpu()
-                cells = [{"path": str(source)} if isinstance(source, Path) else {} for source in batch]
-                predicted += rows.rows(outputs, cells)
+                for source, row in zip(batch, rows.rows(outputs), strict=True):
+                    predicted.append(({"path": str(source)} if isinstance(source, Path) else {}) | row)
         return predicted
 
 

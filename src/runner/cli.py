@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, file_error, nearest, system_limit
+from runner.base.errors import FAILED, INTERRUPTED, OK, UserError, nearest, system_limit
 from runner.base.signals import interruptible
 from runner.verbs._launch import exit_status, launch_verb
 from runner.verbs._table import VERBS, print_error
@@ -48,9 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     # Limits of the system are not bugs of the program, so they get a sentence instead of a traceback
     except (ImportError, MemoryError, OSError, RuntimeError, UserError) as error:
-        text = str(error) if isinstance(error, UserError) else system_limit(error)
-        text = text or (file_error(error) if isinstance(error, OSError) else "")
-        if not text:
+        if not (text := str(error) if isinstance(error, UserError) else system_limit(error)):
             raise
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()

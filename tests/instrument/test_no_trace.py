@@ -137,6 +137,7 @@ def make(compose: Callable[..., Any]) -> Callable[[], Run]:
 def test_a_run_on_the_side_leaves_no_trace(make: Callable[[], Run], name: str) -> None:
     training = make()
     training.state.train()
+    training.model.norm.eval()
     for parameter in training.model.parameters():
         parameter.grad = torch.ones_like(parameter)
     before = traces(training)

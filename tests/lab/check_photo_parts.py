@@ -12,6 +12,63 @@ from check_photos import MEAN, STD
 from torch import Tensor, nn
 
 
+def _layers(count: int) -> list[nn.Linear]:
+    return [nn.Linear(24, 24) for _ in range(count)]
+
+
+def _in_a_closure(net: Net) -> None:
+    (layer,) = _layers(1)
+    net.extra = lambda features: F.relu(layer(features))
+
+
+def _zero_weights(net: Net) -> None:
+    (net.hidden,) = _layers(1)
+    nn.init.zeros_(net.hidden.weight)
+    nn.init.constant_(net.hidden.bias, 0.1)
+    nn.init.constant_(net.head.weight, 0.05)
+
+
+PREPARED: dict[str, Callable[[Net], object]] = {  # faults of the layers and of their initial weights
+    "list": lambda net: setattr(net, "blocks", _layers(2)),
+    "dict": lambda net: setattr(net, "blocks", {"first": _layers(1)[0], "second": {"inner": _layers(1)[0]}}),
+    "plain tensor": lambda net: setattr(net, "scale", torch.ones(24, requires_grad=True)),
+    "tensors in a list": lambda net: setattr(net, "scales", [torch.ones(24, requires_grad=True) for _ in range(2)]),
+    "hidden in an object": lambda net: setattr(net, "kept", SimpleNamespace(layer=_layers(1)[0])),
+    "closure": _in_a_closure,
+    "not a leaf": lambda net: setattr(net, "gain", nn.Parameter(torch.ones(24)) * 1.0),
+    "norms in a tuple": lambda net: setattr(net, "norms", (nn.BatchNorm1d(24),)),
+    "drops maps": lambda net: setattr(net, "norm", nn.Sequential(net.norm, nn.Dropout2d(0.9))),
+    "constant weights": lambda net: nn.init.constant_(net.deep.weight, 0.05),
+    "same kernels": lambda net: net.conv.weight.data.copy_(net.conv.weight[:1].expand_as(net.conv.weight)),
+    "zero weights": _zero_weights,
+}
+FEATURES: dict[str, Callable[[Net, Tensor], Tensor]] = {  # what the faults make of features (B, 24)
+    "list": lambda net, x: F.relu(net.blocks[1](F.relu(net.blocks[0](x)) + x)),
+    "dict": lambda net, x: x + F.relu(net.blocks["first"](x)) + net.blocks["second"]["inner"](x),
+    "plain tensor": lambda net, x: x * net.scale,
+    "tensors in a list": lambda net, x: x * net.scales[0] + net.scales[1],
+    "hidden in an object": lambda net, x: net.kept.layer(x),
+    "made in forward": lambda net, x: x + F.relu(nn.Linear(24, 24)(x)),
+    "registered in forward": lambda net, x: x + F.relu(setattr(net, "late", _layers(1)[0]) or net.late(x)),
+    "closure": lambda net, x: net.extra(x),
+    "not a leaf": lambda net, x: x * net.gain.detach().requires_grad_(),
+    "norms in a tuple": lambda net, x: net.norms[0](x),
+    "zero weights": lambda net, x: F.relu(net.hidden(x)),
+}
+LAST: dict[str, Callable[[Tensor], Tensor]] = {  # and of outputs
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "clamp": lambda x: x.clamp(-1, 1),
+    "softplus": F.softplus,
+    "unit length": lambda x: F.normalize(x, dim=1),
+    "abs": torch.abs,
+    "hardtanh": F.hardtanh,
+    "leaky end": lambda x: F.relu(x) * 3,
+    "sigmoid twice": lambda x: 2 * x.sigmoid(),
+}
+
+
 class Net(nn.Module):
     """Two convolutions with BatchNorm and a linear head, with one fault."""
 
@@ -33,61 +90,32 @@ class Net(nn.Module):
         self.head = nn.Linear(24, num_classes)
         nn.init.normal_(self.head.weight, std=0.05)
         nn.init.zeros_(self.head.bias)
-        if fault == "list":
-            self.blocks = [nn.Linear(24, 24) for _ in range(2)]
-        elif fault == "dict":
-            self.blocks = {"first": nn.Linear(24, 24), "second": {"inner": nn.Linear(24, 24)}}
-        elif fault == "plain tensor":
-            self.scale = torch.ones(24, requires_grad=True)
-        elif fault == "tensors in a list":
-            self.scales = [torch.ones(24, requires_grad=True) for _ in range(2)]
-        elif fault == "hidden in an object":
-            self.kept = SimpleNamespace(layer=nn.Linear(24, 24))
-        elif fault == "constant weights":
-            nn.init.constant_(self.deep.weight, 0.05)
-        elif fault == "zero weights":
-            self.hidden = nn.Linear(24, 24)
-            nn.init.zeros_(self.hidden.weight)
-            nn.init.constant_(self.hidden.bias, 0.1)
-            nn.init.constant_(self.head.weight, 0.05)
-
-    def _changed(self, features: Tensor) -> Tensor:
-        """Features (B, 24) as the fault changes them."""
-        fault = self.fault
-        if fault == "list":
-            return F.relu(self.blocks[1](F.relu(self.blocks[0](features)) + features))
-        if fault == "dict":
-            return features + F.relu(self.blocks["first"](features)) + self.blocks["second"]["inner"](features)
-        if fault == "plain tensor":
-            return features * self.scale
-        if fault == "tensors in a list":
-            return features * self.scales[0] + self.scales[1]
-        if fault == "hidden in an object":
-            return self.kept.layer(features)
-        if fault == "made in forward":
-            return features + F.relu(nn.Linear(24, 24)(features))
-        if fault == "registered in forward":
-            self.late = nn.Linear(24, 24)
-            return features + F.relu(self.late(features))
-        if fault == "zero weights":
-            return F.relu(self.hidden(features))
-        return features
+        PREPARED.get(fault, id)(self)
 
     def forward(self, images: Tensor) -> Tensor:
         features = F.relu(self.deep(F.relu(self.norm(self.conv(images))))).mean((2, 3))
-        outputs = self.head(self.dropout(self._changed(features)))
-        return LAST[self.fault](outputs) if self.fault in LAST else outputs
+        features = FEATURES.get(self.fault, lambda net, x: x)(self, features)
+        return LAST.get(self.fault, nn.Identity())(self.head(self.dropout(features)))
 
 
-LAST: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "clamp": lambda x: x.clamp(-1, 1),
-    "softplus": F.softplus,
-    "unit length": lambda x: F.normalize(x, dim=1),
-    "abs": torch.abs,
-}
+class Residual(nn.Module):
+    """Blocks of which the last layer starts at zero, so that each block passes on what it is given."""
+
+    def __init__(self, num_classes: int, width: int = 16, depth: int = 4, dropout: float = 0.1, **unused: Any) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 4, stride=4)
+        self.first = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(depth))
+        self.second = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(depth))
+        for layer in self.second:
+            nn.init.zeros_(layer.weight)
+            nn.init.zeros_(layer.bias)
+        self.dropout, self.head = dropout, nn.Linear(width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stem(images)
+        for first, second in zip(self.first, self.second, strict=True):
+            features = features + second(F.relu(first(F.relu(features))))
+        return self.head(F.dropout(F.relu(features).mean((2, 3)), self.dropout, self.training))
 
 
 def _weighted(outputs: Tensor, targets: Tensor, of_class_2: float) -> Tensor:

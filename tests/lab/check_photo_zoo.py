@@ -127,6 +127,31 @@ CASES = [
     Case("upside down", ("data.dataset={_target_: runner.data.sources.digits.digits}",
          "transform.eval=[{_target_: check_photo_parts.Batchwise, fault: upside down}]"),
          "orientation", "warn", "turned by 180 degrees"),
+    *(_data(fault, "near-duplicates", "warn", "of 120 of test") for fault in ("again rotated", "again upside down", "again grey")),
+    *(_data(fault, "split-targets", "fail", "on test") for fault in ("swapped test", "renamed classes in test")),
+    *(_net(fault, "unregistered-parameters", "fail", "") for fault in ("closure", "not a leaf")),
+    _net("norms in a tuple", "build", "fail", ""),
+    _net("same kernels", "equal-units", "", "conv.weight"),
+    *(_net(fault, "reachable-targets", "", "outputs are from") for fault in ("hardtanh", "leaky end", "sigmoid twice")),
+    _net("drops maps", "dropout-rate", "warn", "norm.1"),
+    *(_loss(fault, "loss-minimum", "fail", "are right for")
+      for fault in ("clamped", "cosine", "rounded", "sorted", "last class", "log of the mean")),
+    _loss("every second", "loss-of-samples", "warn", "samples together"),
+    _batch("neighbours swapped", "batch-pairing", "fail", "the picture of another sample"),
+    _batch("half repeated", "batch-repeats", "fail", "look exactly like another"),
+    _batch("negative", "augmentation", "", "the mean of a channel moves"),
+    *(Case(fault, (f"callbacks={{own: {{_target_: check_photo_parts.Undoes, fault: {fault}}}}}",), "callbacks-effect")
+      for fault in ("clamps", "noise", "new layers")),
+    Case("wrong sign of matrices", ("optimizer={_target_: check_photo_parts.Backwards, lr: 0.005}",), "step-direction", "fail"),
+    Case("bytes in test", (*NUMBERS[:2], "data.dataset={_target_: check_photos.dataset, kind: regression, fault: bytes}"),
+         "target-scale", "warn", "in test"),
+    _curve("halved each step", "", ""),
+    _curve("nothing until the end", "", ""),
+    Case("momentum 0.9999", ("optimizer={_target_: torch.optim.SGD, lr: 0.01, momentum: 0.9999}",), "optimizer-settings"),
+    Case("Adam decay 1", ("optimizer={_target_: torch.optim.Adam, lr: 0.001, weight_decay: 1.0}",), "optimizer-settings"),
+    Case("Adagrad 1e-9", ("optimizer={_target_: torch.optim.Adagrad, lr: 1.0e-9}",), "step-size"),
+    Case("NAdam 0.8", ("optimizer={_target_: torch.optim.NAdam, lr: 0.8}",), "optimizer-settings"),
+    Case("ema without warm-up", ("ema=0.999", "averaging.warmup=false"), "averaging"),
 ]  # fmt: skip
 
 HEALTHY = {
@@ -176,3 +201,50 @@ COMBINED = (
     ("64 pixels",),
     ("transformer", "focal", "RandAugment"),
 )
+# Healthy trainings of what the program ships
+SHIPPED = (
+    *("threads=1", "device=cpu", "data=digits", "data.dataset={_target_: check_photos.dataset}", "data.batch_size=32"),
+    *("data.normalize={mean: null, std: null}", "epochs=12", "data.hflip=0.5", "data.split.val=0.2"),
+)
+OF_NUMBERS = ("task=regression", "loss=mse", "data.dataset={_target_: check_photos.dataset, kind: regression}")
+RESNET = ("model=resnet18_cifar", "model.width=8")
+VIT = ("model=vit_tiny", "model.dim=48", "model.depth=3")
+CNN = ("model=small_cnn", "model.width=16")
+ZOO = ("model=torchvision", "optimizer.lr=0.001")
+
+TRAININGS: dict[str, tuple[str, ...]] = {
+    "small_cnn": CNN,
+    "strong augmentation, sgd": (*CNN, "transform=strong", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=cosine"),
+    "mlp, adam": ("model=mlp", "model.hidden=[64,64]", "optimizer=adam", "scheduler=constant", "transform=none"),
+    "resnet, zero gamma, sgd": (*RESNET, "init=zero_gamma", "optimizer=sgd", "optimizer.lr=0.05"),
+    "resnet, drop path, mixing": (*RESNET, "model.drop_path=0.2", "transform=mix"),
+    "vision transformer": (*VIT, "optimizer.lr=0.001"),
+    "vision transformer, clipping": (
+        *VIT,
+        "model.drop_path=0.1",
+        "optimizer.lr=0.001",
+        "grad_clip.norm=1.0",
+        "ema=0.99",
+    ),
+    "residual blocks that start at zero": (
+        "model={_target_: check_photo_parts.Residual, num_classes: null, width: 16}",
+    ),
+    "muon": (*CNN, "optimizer=muon"),
+    "rmsprop, steps": (*CNN, "optimizer=rmsprop", "optimizer.lr=0.001", "scheduler=step"),
+    "focal loss, smoothed averages": (*CNN, "loss=focal", "ema=0.98"),
+    "binary cross-entropy": (*CNN, "loss=bce"),
+    "label smoothing, accumulation": (*CNN, "loss.label_smoothing=0.1", "accumulate=2", "data.batch_size=16"),
+    "numbers, small_cnn": (*CNN, *OF_NUMBERS),
+    "numbers, vision transformer": (*VIT, *OF_NUMBERS, "optimizer.lr=0.001"),
+    "stochastic weight averaging": (*CNN, "swa=0.75", "scheduler=wsd"),
+    "random augmentation": (*CNN, "transform=randaugment", "init=prior_bias"),
+    "trivial augmentation, adaptive clipping": (*RESNET, "transform=trivialaugment", "grad_clip.agc=0.05"),
+    "augmix": (*CNN, "transform=augmix", "loss.class_weights=balanced"),
+    # Of 32 pixels its last layers see one: the statistics of a batch are those of its few images
+    "efficientnet_b0": (*ZOO, "model.name=efficientnet_b0", "data.dataset={_target_: check_photos.dataset, side: 64}"),
+    # Its BatchNorm has a momentum of 0.0003, which needs a long training.
+    "mnasnet0_5": (*ZOO, "model.name=mnasnet0_5", "transform=resized_crop", "epochs=2000"),
+    "mobilenet_v3_small": (*ZOO, "model.name=mobilenet_v3_small", "transform=none"),
+}
+# Those that every check is made of in the suite; for the others the checks that need many steps take too long there.
+WHOLE = ("mlp, adam", "residual blocks that start at zero", "random augmentation", "numbers, small_cnn")

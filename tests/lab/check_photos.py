@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,18 +71,21 @@ def resized(images: Tensor, side: int) -> Tensor:
     )
 
 
+AGAIN: dict[str, Callable[[Tensor], Tensor]] = {  # pictures of the same things, so that no byte is the same
+    "mirrored": lambda images: images.flip(-1),
+    "rescaled": lambda images: resized(resized(images, SIDE // 2), SIDE),
+    "noisy": lambda images: images + 12 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1)),
+    "mirrored and brighter": lambda images: images.flip(-1).float() * 0.8 + 40,
+    "encoded": lambda images: torch.stack([encoded(image) for image in images]),
+    "rotated": lambda images: images.rot90(1, (2, 3)),
+    "upside down": lambda images: images.flip(2),
+    "grey": lambda images: images.float().mean(1, keepdim=True),
+}
+
+
 def again(images: Tensor, how: str) -> Tensor:
-    """Pictures of the same things, so that no byte is the same."""
-    if how == "mirrored":
-        return images.flip(-1)
-    if how == "rescaled":
-        return resized(resized(images, SIDE // 2), SIDE)
-    if how == "noisy":
-        noise = 12 * torch.randn(images.shape, generator=torch.Generator().manual_seed(1))
-        return (images + noise).clamp(0, 255).to(torch.uint8)
-    if how == "mirrored and brighter":
-        return (images.flip(-1).float() * 0.8 + 40).clamp(0, 255).to(torch.uint8)
-    return torch.stack([encoded(image) for image in images])
+    """Images uint8 (N, 3, H, W) in another way of `AGAIN`."""
+    return AGAIN[how](images).clamp(0, 255).to(torch.uint8)
 
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1), torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
@@ -97,8 +101,8 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
         both = torch.cat([images, theirs])[..., 12:20, 12:20].float().mean((1, 2, 3))
         both = (both - both.mean()) / both.std()
         targets, right = both[:samples], both[samples:]
-        if fault == "other unit":
-            right = right * 3 + 2
+        if fault in ("other unit", "bytes"):
+            right = right * 3 + 2 if fault == "other unit" else right * 255
         return {"train": ImageArrays(images, targets), "test": ImageArrays(theirs, right)}
     if fault.startswith("again "):
         theirs, right = theirs.clone(), right.clone()
@@ -113,6 +117,10 @@ def dataset(fault: str = "", kind: str = "classification", side: int = SIDE, sam
         images = images.roll(1, 0)
     elif fault == "permuted test":
         theirs = theirs.roll(1, 0)
+    elif fault == "swapped test":
+        theirs = theirs.flip(1)
+    elif fault == "renamed classes in test":
+        right = torch.tensor([2, 3, 0, 1])[right]
     elif fault == "no such class in test":
         theirs, right = theirs[right != 1], right[right != 1]
     elif fault in ("normalised", "divided twice", "floats"):

@@ -1,12 +1,11 @@
-"""`bench` finds what pays on this machine: shown with models and data whose speed is known, because they sleep."""
+"""`bench` finds what pays on this machine."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,78 +16,61 @@ from PIL import Image
 from torch import nn
 
 from runner.config.composition import Composition
-from runner.config.load import opened, resolve_config
+from runner.config.load import resolve_config
 from runner.config.schema.verbs import Bench
 from runner.data.workers import WorkerLoader
-from runner.lab.bench import BASELINE, Candidate, Result, candidates
+from runner.lab.bench import Candidate, candidates, compare, recommended
+from runner.lab.short_runs import Stopwatch
+from runner.tracking.verb_report import Report
 
-PARTS = '''
-import time
-
+PARTS = """
 import torch
 from torch import nn
 
 
 class Net(nn.Module):
-    """Linear, with pauses that a toggle takes away."""
-
-    def __init__(self, num_classes: int, image_size: tuple[int, int], without_amp_ms: float = 0.0,
-                 without_channels_last_ms: float = 0.0, steps_with_amp: int = 1000, broken: bool = False):
+    def __init__(self, num_classes, image_size, steps_with_amp, broken):
         super().__init__()
-        self.layer = nn.Conv2d(3, num_classes, image_size)
-        self.without_amp_ms, self.without_channels_last_ms = without_amp_ms, without_channels_last_ms
-        self.steps_with_amp, self.broken = steps_with_amp, broken
+        self.layer, self.steps_with_amp, self.broken = nn.Conv2d(3, num_classes, image_size), steps_with_amp, broken
 
     def forward(self, images):
         fast = torch.is_autocast_enabled("cpu")
-        if self.training:
-            self.steps_with_amp -= fast
-            if self.steps_with_amp < 0:
-                raise RuntimeError("no memory is left, say")
-            is_nhwc = images.is_contiguous(memory_format=torch.channels_last)
-            pause = (0 if fast else self.without_amp_ms) + (0 if is_nhwc else self.without_channels_last_ms)
-            time.sleep(0.001 * pause)
+        self.steps_with_amp -= fast and self.training
+        if self.steps_with_amp < 0:
+            raise RuntimeError("no memory is left, say")
         logits = self.layer(images).flatten(1)
         return logits / 0 if self.broken and fast else logits
-'''
-TINY = (
-    *("threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=3", "steps=5"),
-)
-NET = ("--config-dir", "mine", "model=paused")
-OPTION = """# A model that sleeps.
-_target_: bench_parts.Net
-without_amp_ms: 0.0
-without_channels_last_ms: 0.0
-steps_with_amp: 1000
-broken: false
 """
+CALL = (
+    *("bench", "threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
+    *("repeats=3", "steps=5", "--config-dir", "mine", "model=own"),
+)
+OPTION = "# Fails with amp.\n_target_: bench_parts.Net\nsteps_with_amp: 1000\nbroken: false\n"
 
 Measured = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The sleeping model, and measurements as short as their steps: pauses are longer than any noise."""
+def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model, and measurements as short as their steps."""
     monkeypatch.setattr("runner.lab.bench._LEAST_S", 0.0)
     (workdir / "bench_parts.py").write_text(PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
-    (workdir / "mine" / "model" / "paused.yaml").write_text(OPTION)
+    (workdir / "mine" / "model" / "own.yaml").write_text(OPTION)
     monkeypatch.syspath_prepend(workdir)
     monkeypatch.setenv("PYTHONPATH", str(workdir), prepend=os.pathsep)
-    yield
-    sys.modules.pop("bench_parts", None)
 
 
 @pytest.fixture
-def bench(run: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """What `bench` finds out about the sleeping model: `bench("toggles=[]", "vary.amp=[bf16]", "model.without_amp_ms=5")`."""
+def bench(
+    json_of: Callable[..., Any], parts: None, short_runs_forked: None, monkeypatch: pytest.MonkeyPatch
+) -> Measured:
+    """What `bench` finds out about the model: `bench("toggles=[]", "vary.amp=[bf16]")`."""
     monkeypatch.setattr("runner.lab.bench.bars", lambda *_, **__: None)
 
     def call(*words: str) -> dict[str, Any]:
-        result = run("bench", *TINY, *NET, *words, "json=true")
-        assert result.status == 0, result.err
-        found: dict[str, Any] = json.loads(result.out)
+        found: dict[str, Any] = json_of(*CALL, *words)
+        assert not [*Path("outputs").glob("synthetic/*")], "the measured runs are not kept"
         return found | {"by_name": {" ".join(each["overrides"]): each for each in found.get("candidates", [])}}
 
     return call
@@ -98,25 +80,16 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
     return {each["what"]: each["why"] for each in found["left_out"]}
 
 
-def test_the_fastest_toggle_that_pays_is_recommended(bench: Measured) -> None:
-    found = bench("toggles=[amp,channels_last]", "model.without_amp_ms=10", "model.without_channels_last_ms=30")
-    baseline, amp, layout = found["baseline"], found["by_name"]["amp=bf16"], found["by_name"]["channels_last=true"]
-    assert baseline["step_ms"]["median"] > 40
-    assert 1.1 < amp["ratio"]["median"] < layout["ratio"]["median"]
-    assert (amp["verdict"], layout["verdict"]) == ("", "")
-    assert amp["samples_per_s"]["median"] > baseline["samples_per_s"]["median"]
-    assert all(each["peak_memory_bytes"] > 2**20 for each in (baseline, amp))
-    assert found["recommended"] == ["channels_last=true"]
-    assert [len(each["ratios"]) for each in (baseline, amp, layout)] == [3, 3, 3]
-
-
-@pytest.mark.extended
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
-    run: Callable[..., Any], parts: None, workdir: Path
+    accepted: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("model.without_channels_last_ms=40", "toggles=[channels_last,tf32]")
-    result = run("bench", *TINY, *NET, *words)
-    assert result.status == 0, result.err
+    def measure(config: Bench, workers: int | None, candidate: Candidate, most_s: float | None) -> float:
+        candidate.speeds.append(2.0 if candidate.words else 1.0)
+        candidate.step_ms.append(8000 / candidate.speeds[-1])
+        return 1.0
+
+    monkeypatch.setattr("runner.lab.bench._measure", measure)
+    result = accepted(*CALL, "toggles=[channels_last,tf32]")
     *lines, last_but_one, last = result.out.strip().splitlines()
     assert last_but_one == "recommended: channels_last=true"
     folder = Path(last)
@@ -128,26 +101,43 @@ def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
     assert written["environment"]["torch"]["version"] == torch.__version__
     with Image.open(folder / "bench.png") as picture:
         picture.verify()
-    assert not [*Path("outputs").glob("synthetic/*")], "the measured runs are not kept"
+
+
+AMP, OTHER = {"amp": True}, {"amp": True, "data.batch_size": 8}
 
 
 @pytest.mark.parametrize(
     ("ratios", "settings", "verdict"),
     [
-        ((1.03, 1.2, 1.02), {"amp": True}, ""),
-        ((1.5, 1.5, 0.99), {"amp": True}, "no clear gain"),
-        ((1.01, 1.01, 1.01), {"amp": True}, "no clear gain"),
-        ((0.5, 0.9, 0.99), {"amp": True}, "slower"),
-        ((2.0, 2.0, 2.0), {"amp": True, "data.batch_size": 8}, "another training"),
+        ((1.03, 1.2, 1.02), AMP, ""),
+        ((1.5, 1.5, 0.99), AMP, "no clear gain"),
+        ((1.01, 1.01, 1.01), AMP, "no clear gain"),
+        ((0.5, 0.9, 0.99), AMP, "slower"),
+        ((2.0, 2.0, 2.0), OTHER, "another training"),
     ],
 )
 def test_a_toggle_pays_if_it_is_faster_in_every_round_and_by_two_percent_in_the_median(
     ratios: tuple[float, ...], settings: dict[str, Any], verdict: str
 ) -> None:
-    result = Result(Candidate("toggle", settings))
-    result.ratios = [*ratios]
-    assert result.verdict == verdict
-    assert Result(BASELINE).verdict == ""
+    assert Candidate("toggle", settings, ratios=[*ratios]).verdict == verdict
+
+
+def test_the_fastest_toggle_that_pays_is_recommended_by_its_ratio_to_the_baseline_of_the_same_round() -> None:
+    speeds = {"as configured": [10.0, 20.0, 5.0], "amp=true": [12.0, 23.0, 5.5], "tf32=true": [13.0, 30.0, 6.0],
+              "compile=true": [90.0, 10.0, 90.0], "amp=true data.batch_size=8": [99.0, 99.0, 99.0]}  # fmt: skip
+
+    def measure(candidate: Candidate, most_s: float | None) -> float:
+        candidate.speeds.append(speeds[candidate.name][len(candidate.speeds)])
+        assert most_s == (None if candidate.kind == "baseline" else 10.0), "five times as long as the baseline"
+        return 2.0
+
+    tried = [Candidate("toggle", settings) for settings in (AMP, {"tf32": True}, {"compile": True}, OTHER)]
+    config: Any = SimpleNamespace(budget_s=300.0, repeats=3)
+    measured, notes = compare(config, tried, {}, measure, Report(as_json=True))
+    assert [each.ratio for each in measured] == [1, 1.15, 1.3, 9, 19.8 / 2]
+    assert [each.verdict for each in measured] == ["", "", "", "no clear gain", "another training"]
+    assert recommended(measured).words == ["tf32=true"]
+    assert recommended([measured[0], *measured[3:]]).words == notes == []
 
 
 def test_candidates_that_cannot_be_run_are_listed_with_the_reason_and_the_others_continue(bench: Measured) -> None:
@@ -161,6 +151,9 @@ def test_candidates_that_cannot_be_run_are_listed_with_the_reason_and_the_others
     assert "elsewhere" in why["data.placement=elsewhere"]
     assert "grad_clip.norm" in why["grad_clip.norm=-1"]
     assert sorted(found["by_name"]) == ["amp=bf16", "optimizer.fused=false"]
+    for each in (found["baseline"], found["by_name"]["amp=bf16"]):
+        assert (len(each["ratios"]), each["peak_memory_bytes"] > 2**20) == (3, True)
+        assert each["samples_per_s"]["median"] * each["step_ms"]["median"] == pytest.approx(8 * 1000, rel=0.5)
     failing = bench("toggles=[]", "vary.amp=[bf16]", "model.steps_with_amp=4")
     assert reasons(failing) == {"amp=bf16": "RuntimeError: no memory is left, say"}
     assert failing["recommended"] == []
@@ -171,14 +164,23 @@ def test_a_run_whose_loss_is_not_finite_is_listed(bench: Measured) -> None:
     assert "finite" in reasons(found)["amp=bf16"]
 
 
-@pytest.mark.extended
-def test_a_candidate_that_is_far_too_slow_is_measured_over_fewer_steps(bench: Measured) -> None:
-    found = bench(
-        "toggles=[]", "channels_last=true", "vary.channels_last=[false]", "model.without_channels_last_ms=300"
-    )
-    slow = found["by_name"]["channels_last=false"]
-    assert slow["verdict"] == "slower"
-    assert slow["wall_s"] < 3 * 0.3 + 0.3 + 3
+@pytest.mark.parametrize(("least_s", "most_s", "steps"), [(0.0, None, 4), (1.0, None, 8), (0.0, 0.3, 3), (1.0, 0.9, 8)])
+def test_a_measurement_has_its_steps_more_where_they_are_short_and_fewer_where_they_are_long(
+    least_s: float, most_s: float | None, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked, target = [0.0], list[str](), tmp_path / "measured.json"
+    monkeypatch.setattr("runner.lab.short_runs.time.perf_counter", lambda: now[0])
+    meter = SimpleNamespace(meter=SimpleNamespace(device=torch.device("cpu")))
+    loop: Any = SimpleNamespace(state=meter, samples_seen=0, request_stop=asked.append)
+    stopwatch = Stopwatch(4, warmup=2, least_s=least_s, most_s=most_s, target=str(target))
+    stopwatch.on_start(loop)
+    while not asked:
+        now[0] += 0.125
+        loop.samples_seen += 8
+        stopwatch.on_step(loop)
+    stopwatch.on_end(loop)
+    found = json.loads(target.read_text())
+    assert (found["steps"], found["samples"], found["seconds"]) == (steps, 8 * steps, 0.125 * steps)
 
 
 def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: Measured) -> None:
@@ -189,22 +191,20 @@ def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: 
 
 
 def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words_on_top(
-    train: Callable[..., Any], run: Callable[..., Any], short_runs_forked: None
+    train: Callable[..., Any], accepted: Callable[..., Any], short_runs_forked: None
 ) -> None:
     trained = train(
         "data=synthetic", "data.image_size=8", "model=mlp", "model.hidden=[7]", "max_steps=1", "epochs=null"
     )
     words = ("threads=1", "toggles=[]", "vary.seed=[1]", "repeats=2", "steps=3")
-    result = run("bench", f"ckpt_path={trained.directory}", *words)
-    assert result.status == 0, result.err
+    result = accepted("bench", f"ckpt_path={trained.directory}", *words)
     assert "MLP, 1,431 parameters" in result.out
     assert "another training" in result.out
 
 
 @pytest.mark.extended
-def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, run: Callable[..., Any]) -> None:
-    result = run("bench", "--multirun", *TINY, *NET, "toggles=[]", "seed=0,1")
-    assert result.status == 0, result.err
+def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Callable[..., Any]) -> None:
+    accepted(*CALL, "--multirun", "toggles=[]", "seed=0,1")
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):
         assert json.loads((sweep / job / "bench.json").read_text())["recommended"] == []
@@ -225,9 +225,6 @@ class Built(SimpleNamespace):
 CPU, CUDA, WORKERS = Built(), Built("cuda", fused=True, foreach=False), Built(workers=2)
 FUSED = "optimizer.fused=true optimizer.foreach=false"
 
-# The same words give the same config, and composing is what takes the time.
-_KNOWN: dict[tuple[str, ...], tuple[Bench, Composition]] = {}
-
 Tried = Callable[..., tuple[dict[str, Candidate], dict[str, str]]]
 
 
@@ -238,26 +235,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def composed(workdir: Path) -> Callable[..., tuple[Bench, Composition]]:
-    def call(*words: str) -> tuple[Bench, Composition]:
-        if words not in _KNOWN:
-            with opened("bench", words) as command:
-                _KNOWN[words] = resolve_config(command, Bench), command
-        return _KNOWN[words]
-
-    return call
-
-
-@pytest.fixture
-def tried(composed: Callable[..., Any]) -> Tried:
+def tried(compose: Callable[..., Composition]) -> Tried:
     """Candidates by name, and what was skipped with the reason: `tried(CPU, amp=True)`."""
 
     def call(built: Any, *words: str, **changes: Any) -> tuple[dict[str, Candidate], dict[str, str]]:
-        config, composition = composed(*words)
+        composition = compose(*words, verb="bench")
+        config = resolve_config(composition, Bench)
         optimizer = config.optimizer | changes.pop("optimizer", {})
         changed = dataclasses.replace(config, optimizer=optimizer, **changes)
         found, left_out = candidates(changed, built, composition.sources)
-        return {candidate.name: candidate for candidate in found}, dict(left_out)
+        return {candidate.name: candidate for candidate in found}, left_out
 
     return call
 
@@ -315,12 +302,9 @@ def test_what_applies_is_tried_and_what_does_not_is_named(what: str, tried: Trie
     assert absent is not None or set(left_out) == inapplicable
 
 
-def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_for_the_disk(
-    composed: Callable[..., Any],
-) -> None:
-    config, composition = composed("data.placement=disk", "data.num_workers=2")
-    names = {candidate.name for candidate in candidates(config, WORKERS, composition.sources)[0]}
-    assert {"data.num_workers=0", "data.placement=ram data.num_workers=auto"} <= names
+def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_for_the_disk(tried: Tried) -> None:
+    names, _ = tried(WORKERS, "data.placement=disk", "data.num_workers=2")
+    assert {"data.num_workers=0", "data.placement=ram data.num_workers=auto"} <= names.keys()
     assert "data.num_workers=2" not in names
 
 
@@ -330,18 +314,15 @@ def test_samples_that_are_read_by_workers_may_lie_in_memory_where_nobody_asked_f
 def test_further_keys_are_varied_in_either_spelling(word: str, tried: Tried) -> None:
     found, _ = tried(CPU, word, toggles=[])
     assert set(found) == {"data.batch_size=128", "data.batch_size=256"}, "64 is what is configured"
-    assert not found["data.batch_size=128"].same_training
     varied, _ = tried(CPU, toggles=[], vary={"optimizer": {"fused": [False, True]}})
     assert set(varied) == {"optimizer.fused=false", "optimizer.fused=true"}
-    assert varied["optimizer.fused=true"].same_training
 
 
-def test_an_own_preset_is_tried(composed: Callable[..., Any], workdir: Path) -> None:
+def test_an_own_preset_is_tried(tried: Tried, workdir: Path) -> None:
     folder = workdir / "mine" / "performance"
     folder.mkdir(parents=True)
     (folder / "lean.yaml").write_text("# @package _global_\n# Mine.\namp: bf16\noptimizer:\n  fused: true\n")
-    config, composition = composed("--config-dir", "mine")
-    found, _ = candidates(config, CPU, composition.sources)
-    [own] = [candidate for candidate in found if candidate.words == ["performance=lean"]]
+    own = tried(CPU, "--config-dir", "mine")[0]["performance=lean"]
     assert dict(own.settings) == {"amp": "bf16", "optimizer.fused": True}
-    assert own.same_training
+    own.ratios = [2.0]
+    assert own.verdict == ""

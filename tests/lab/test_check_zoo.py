@@ -13,10 +13,8 @@ import pytest
 from extended import some
 
 sys.path.insert(0, str(Path(__file__).parent))
-import check_held_out
 import check_photo_zoo
 import check_zoo
-import healthy
 
 from runner.lab.check.run import BUILD, CHECKS
 
@@ -47,19 +45,13 @@ def check(composed_check: Callable[..., Any]) -> Callable[..., dict[str, dict[st
     return functools.partial(composed_check, HEALTHY)
 
 
-@pytest.fixture
-def check_by_hydra(run: Callable[..., Any]) -> Callable[..., dict[str, dict[str, Any]]]:
-    """The same as from the command line."""
-
-    def call(*words: str) -> dict[str, dict[str, Any]]:
-        result = run("check", "json=true", *HEALTHY, *words)
-        assert result.status in (0, 1), result.err
-        return {each["name"]: each for each in json.loads(result.out)["checks"]}
-
-    return call
+def by_name(result: Any) -> dict[str, dict[str, Any]]:
+    """The checks by name that a call printed."""
+    assert result.status in (0, 1), result.err
+    return {each["name"]: each for each in json.loads(result.out)["checks"]}
 
 
-CASES = check_zoo.CASES + check_photo_zoo.CASES + check_held_out.CASES
+CASES = check_zoo.CASES + check_photo_zoo.CASES
 EACH = [(HEALTHY if case in check_zoo.CASES else PHOTOS, case) for case in CASES]
 
 
@@ -97,8 +89,8 @@ def test_dropout_that_is_always_on_does_not_look_like_samples_that_mix(check: Ca
 
 
 @pytest.mark.parametrize("words", [(), check_zoo.REGRESSION], ids=["classification", "regression"])
-def test_nothing_is_found_where_nothing_is_wrong(check_by_hydra: Callable[..., Any], words: tuple[str, ...]) -> None:
-    made = check_by_hydra(*words)
+def test_nothing_is_found_where_nothing_is_wrong(accepted: Callable[..., Any], words: tuple[str, ...]) -> None:
+    made = by_name(accepted("check", "json=true", *HEALTHY, *words))
     assert not [each for each in made.values() if each["status"] not in ("pass", "skip")]
     assert sum(each["status"] == "pass" for each in made.values()) > 30
 
@@ -108,8 +100,7 @@ PRETRAINED = "model={_target_: check_zoo.Pretrained, num_classes: null}"
 MEANT = {
     "bias of the class shares": (("init=prior_bias", _shapes("common class")), "initial-loss", "the class shares"),
     "statistics of trained weights": (
-        (PRETRAINED, "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}"),
-        "normalization",
+        (PRETRAINED, "data.normalize={mean: [0.5, 0.5, 0.4], std: [0.25, 0.25, 0.2]}"), "normalization",
         "as the pretrained weights of the model expect",
     ),
     "pixels from 0 to 1": (("data.normalize={mean: [0.0], std: [1.0]}",), "normalization", "nothing is normalized"),
@@ -117,21 +108,15 @@ MEANT = {
     "white pages of one border": (PALE, "batch-repeats", "0% of"),
     "one drawing twice": ((_shapes("one glyph twice"),), "leakage", "1 of 100 of test"),
     "weighted classes": (
-        (_shapes("common class"), "loss.class_weights=balanced"),
-        "class-balance",
-        "handled by loss.class_weights",
+        (_shapes("common class"), "loss.class_weights=balanced"), "class-balance", "handled by loss.class_weights",
     ),
     "balanced classes": (
-        (_shapes("common class"), "data.sampler=balanced"),
-        "class-balance",
-        "handled by data.sampler=balanced",
+        (_shapes("common class"), "data.sampler=balanced"), "class-balance", "handled by data.sampler=balanced",
     ),
     "faint numbers": (
-        (*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")),
-        "learnable",
-        "standard errors",
+        (*check_zoo.REGRESSION[:2], _shapes("faint numbers, kind: regression")), "learnable", "standard errors",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MEANT)
@@ -165,19 +150,16 @@ def test_there_are_faults_enough_and_every_check_has_one() -> None:
     # One takes a checkpoint, and faults of samples of any kind are in `test_check_whole.py`
     beside = {"beats-baselines", *(each.name for each in CHECKS if each.group == "samples")}
     assert {case.check for case in CASES} == {"build", *(each.name for each in CHECKS)} - beside
-    on_photos = {case.check for case in check_photo_zoo.CASES + check_held_out.CASES}
+    on_photos = {case.check for case in check_photo_zoo.CASES}
     assert on_photos >= {each.name for each in CHECKS if each.group in ("batches", "settings")}
 
 
-def test_a_run_is_compared_with_baselines(check_by_hydra: Callable[..., Any], run: Callable[..., Any]) -> None:
+def test_a_run_is_compared_with_baselines(train: Callable[..., Any], run: Callable[..., Any]) -> None:
     found = {}
     for name, words in {"good": ("epochs=6",), "bad": ("optimizer.lr=1e-12",)}.items():
-        trained = run(
-            "train", *HEALTHY, "logger=none", "log.progress=false", "log.curves=false", "evaluate.test=false", *words
-        )
-        assert trained.status == 0, trained.err
+        trained = train(*HEALTHY, "evaluate.test=false", *words)
         with_run = (f"ckpt_path={trained.directory}", "trust=[check_zoo]", "only=[baselines,initial-loss]")
-        found[name] = check_by_hydra(*with_run)
+        found[name] = by_name(run("check", "json=true", *HEALTHY, *with_run))
     assert found["good"]["beats-baselines"]["status"] in ("pass", "warn")
     assert found["bad"]["beats-baselines"]["status"] == "fail"
     assert "most frequent class" in found["bad"]["beats-baselines"]["evidence"]
@@ -191,11 +173,13 @@ def test_healthy_trainings_raise_nothing(composed_check: Callable[..., Any], nam
     assert sum(each["status"] == "pass" for each in checks.values()) > 45
 
 
-@pytest.mark.parametrize("name", some(list(healthy.TRAININGS), [*healthy.TRAININGS].index("mlp, adam")))
-def test_a_healthy_training_of_another_kind_raises_nothing(run: Callable[..., Any], name: str) -> None:
-    skipped = () if name in healthy.WHOLE else ("skip=[data,labels,baselines]",)
-    result = run("check", "json=true", *healthy.WORDS, *healthy.TRAININGS[name], *skipped)
-    assert result.out, result.err
-    checks = json.loads(result.out)["checks"]
-    assert not {each["name"]: each["evidence"] for each in checks if each["status"] != "pass" and each["fix"]}
-    assert result.status == 0
+TRAININGS = list(check_photo_zoo.TRAININGS)
+
+
+@pytest.mark.parametrize("name", some(TRAININGS, TRAININGS.index("mlp, adam")))
+def test_a_healthy_training_of_another_kind_raises_nothing(accepted: Callable[..., Any], name: str) -> None:
+    skipped = () if name in check_photo_zoo.WHOLE else ("skip=[data,labels,baselines]",)
+    checks = by_name(
+        accepted("check", "json=true", *check_photo_zoo.SHIPPED, *check_photo_zoo.TRAININGS[name], *skipped)
+    )
+    assert not {name: each["evidence"] for name, each in checks.items() if each["status"] != "pass" and each["fix"]}

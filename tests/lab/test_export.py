@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import resource
@@ -35,13 +36,8 @@ def model(trained: Path, compose: Callable[..., Composition]) -> torch.nn.Module
 
 
 @pytest.fixture
-def export(run: Callable[..., Any], trained: Path) -> Callable[..., dict[str, Any]]:
-    def call(*words: str) -> dict[str, Any]:
-        result = run(*CALL, f"ckpt_path={trained}", "json=true", *words)
-        assert result.status == 0, result.err
-        return json.loads(result.out)
-
-    return call
+def export(json_of: Callable[..., Any], trained: Path) -> Callable[..., dict[str, Any]]:
+    return functools.partial(json_of, *CALL, f"ckpt_path={trained}")
 
 
 def normalised(count: int) -> torch.Tensor:
@@ -108,12 +104,11 @@ def test_preprocessing_goes_into_the_model_where_asked(
 
 @pytest.mark.extended
 def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
-    train: Callable[..., Any], run: Callable[..., Any]
+    train: Callable[..., Any], accepted: Callable[..., Any]
 ) -> None:
     words = ("epochs=1", "max_steps=2", "model=small_cnn", "model.width=4", "amp=bf16", "channels_last=true")
     directory = train(*words).directory
-    result = run(*CALL, f"ckpt_path={directory}", "output=there")
-    assert result.status == 0, result.err
+    accepted(*CALL, f"ckpt_path={directory}", "output=there")
     program = torch.export.load("there/model.pt2")
     assert {value.dtype for value in program.state_dict.values()} <= {torch.float32, torch.int64}
     assert program.module()(normalised(3)).dtype == torch.float32
@@ -134,49 +129,42 @@ def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
 
 
 def test_a_model_that_cannot_be_exported_is_a_sentence(
-    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    rejected: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("data-dependent control flow\nand more")
 
     monkeypatch.setattr("torch.export.export", refuse)
-    result = run(*CALL, f"ckpt_path={trained}")
-    assert result.status == 2
+    result = rejected(*CALL, f"ckpt_path={trained}")
     assert "torch_export cannot express this model: data-dependent control flow" in result.err
     assert not list((trained / "export").iterdir())
 
 
 @pytest.mark.parametrize("names", [("onnx",), ("onnxruntime",), NEEDED])
 def test_packages_that_are_missing_are_a_sentence(
-    names: tuple[str, ...], run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], rejected: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked in names else find(asked))
-    result = run(*CALL, f"ckpt_path={trained}", "format=onnx")
-    assert result.status == 2
+    result = rejected(*CALL, f"ckpt_path={trained}", "format=onnx")
     assert f"format: needs packages that are not installed: {', '.join(names)}\n" in result.err
     assert "runner[export]" in result.err
 
 
-def test_torchscript_says_that_torch_deprecates_it(run: Callable[..., Any], trained: Path) -> None:
-    result = run(*CALL, f"ckpt_path={trained}", "format=torchscript")
-    assert result.status == 0, result.err
-    assert "torch deprecates TorchScript" in result.out
+def test_torchscript_says_that_torch_deprecates_it(accepted: Callable[..., Any], trained: Path) -> None:
+    assert "torch deprecates TorchScript" in accepted(*CALL, f"ckpt_path={trained}", "format=torchscript").out
 
 
 def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
-    train: Callable[..., Any], run: Callable[..., Any]
+    train: Callable[..., Any], json_of: Callable[..., Any]
 ) -> None:
-    directory = train(*SMALL, "ema=0.9").directory
-    averaged = read(directory / "checkpoints" / "last.safetensors")["averaged"]["weights"]
-    for which, expected in (
-        ("averaged", averaged),
-        ("raw", read(directory / "checkpoints" / "last.safetensors")["model"]),
-    ):
-        words = ("format=safetensors", f"weights={which}", f"output={which}", "json=true")
-        result = run(*CALL, f"ckpt_path={directory}/checkpoints/last.safetensors", *words)
-        assert result.status == 0, result.err
-        assert json.loads(result.out)["weights"] == ("ema" if which == "averaged" else "raw")
+    last = train(*SMALL, "ema=0.9").directory / "checkpoints" / "last.safetensors"
+    contents = read(last)
+    for which, kind, expected in (
+        ("averaged", "ema", contents["averaged"]["weights"]), ("raw", "raw", contents["model"])
+    ):  # fmt: skip
+        words = ("format=safetensors", f"weights={which}", f"output={which}")
+        assert json_of(*CALL, f"ckpt_path={last}", *words)["weights"] == kind
         found = load_file(Path(which) / "model.safetensors")
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -191,15 +179,14 @@ def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) 
     "name", ["torch_export", "safetensors", "torchscript", pytest.param("onnx", marks=needs("export"))]
 )
 def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(
-    name: str, run: Callable[..., Any], trained: Path
+    name: str, rejected: Callable[..., Any], trained: Path
 ) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:
-        result = run(*CALL, f"ckpt_path={trained}", f"format={name}", "output=here")
+        result = rejected(*CALL, f"ckpt_path={trained}", f"format={name}", "output=here")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert result.status == 2, result.err
     assert "cannot write here/model." in result.err
     assert "largest file size" in result.err
     assert list(Path("here").iterdir()) == []

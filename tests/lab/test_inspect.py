@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -48,23 +49,13 @@ def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def inspect(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    def call(*words: str) -> dict[str, Any]:
-        result = run("inspect", "json=true", *words)
-        assert result.status == 0, result.err
-        return json.loads(result.out)  # type: ignore[no-any-return]
-
-    return call
+def inspect(json_of: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    return functools.partial(json_of, "inspect")
 
 
 @pytest.fixture
 def built(compose: Callable[..., Any]) -> Callable[..., Run]:
-    def call(*words: str) -> Run:
-        composition = compose(*words, verb="inspect")
-        config = resolve_config(composition, Inspect)
-        return build_run(config)
-
-    return call
+    return lambda *words: build_run(resolve_config(compose(*words, verb="inspect"), Inspect))
 
 
 def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable[..., Run]) -> None:
@@ -188,7 +179,7 @@ def trained(train_once: Callable[..., Any]) -> Any:
 
 @pytest.mark.extended
 def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
-    trained: Any, inspect: Callable[..., Any], run: Callable[..., Any]
+    trained: Any, inspect: Callable[..., Any], json_of: Callable[..., Any]
 ) -> None:
     before = {path: path.read_bytes() for path in trained.directory.rglob("*") if path.is_file()}
     found = inspect(f"ckpt_path={trained.directory}", "what=errors", "samples=3", "evaluate.batch_size=7", "threads=1")
@@ -196,8 +187,7 @@ def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
     folder = Path(found["folder"])
     assert folder.parent == trained.directory / "inspect"
     assert found["what"] == ["errors"]
-    result = run("eval", "json=true", f"ckpt_path={trained.directory}", "split=val", "threads=1", "output=evaluated")
-    evaluated = json.loads(result.out)
+    evaluated = json_of("eval", f"ckpt_path={trained.directory}", "split=val", "threads=1", "output=evaluated")
     errors = found["errors"]
     assert errors["confusion"] == evaluated["confusion"]
     assert errors["wrong"] == round((1 - evaluated["metrics"]["accuracy"]) * errors["samples"])
@@ -278,9 +268,8 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
     trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
     contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
-        found = inspect(
-            f"ckpt_path={trained.directory}/checkpoints/last.safetensors", "what=gradients", f"weights={which}"
-        )
+        last = f"ckpt_path={trained.directory}/checkpoints/last.safetensors"
+        found = inspect(last, "what=gradients", f"weights={which}")
         norms = {each["name"]: each["weight_norm"] for each in found["gradients"]}
         assert norms["stages.0.0.weight"] == pytest.approx(float(weights["stages.0.0.weight"].norm()), rel=1e-5)
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
@@ -291,14 +280,7 @@ def test_a_module_called_like_a_path_writes_into_the_folder_alone(
 ) -> None:
     monkeypatch.syspath_prepend(str(workdir))
     (workdir / "away.py").write_text(AWAY)
-    found = inspect(
-        *DATA,
-        "model=mlp",
-        "~model.hidden",
-        "~model.dropout",
-        "model._target_=away.net",
-        "what=features",
-        "tensors=['up/away/x']",
-    )
+    net = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=away.net")
+    found = inspect(*DATA, *net, "what=features", "tensors=['up/away/x']")
     assert found["files"] == ["features_up_away_x.png"]
     assert {path.parent for path in workdir.rglob("*.png")} == {workdir / found["folder"]}

@@ -34,14 +34,12 @@ class Slow:
 
 
 @pytest.fixture
-def profile(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+def profile(json_of: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     def call(*words: str) -> dict[str, Any]:
-        result = run(*SMALL, "json=true", *words)
-        assert result.status == 0, result.err
-        found = json.loads(result.out)
+        found: dict[str, Any] = json_of(*SMALL, *words)
         written = json.loads((Path(found["folder"]) / "profile.json").read_text())
         assert {name: found[name] for name in written} == written
-        return found  # type: ignore[no-any-return]
+        return found
 
     return call
 
@@ -156,12 +154,11 @@ def test_the_shares_add_up_and_the_trace_has_our_ranges(profile: Callable[..., A
 
 
 def test_a_slow_data_set_shows_in_the_three_shares(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workdir / "slow_set.py").write_text(SLOW)
     monkeypatch.syspath_prepend(str(workdir))
-    result = run(*SMALL, "data.dataset={_target_: slow_set.Slow}", "data.placement=disk", "data.num_workers=0")
-    assert result.status == 0, result.err
+    result = accepted(*SMALL, "data.dataset={_target_: slow_set.Slow}", "data.placement=disk", "data.num_workers=0")
     *_, data, host, device, folder = result.out.splitlines()
     found = json.loads((Path(folder) / "profile.json").read_text())
     assert found["shares"]["data"] > 0.8
@@ -227,7 +224,6 @@ def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(
     assert "epochs: 1" in config, "the rest is the checkpoint's"
 
 
-def test_a_file_in_the_way_of_the_folder_is_a_mistake(run: Callable[..., Any], workdir: Path) -> None:
+def test_a_file_in_the_way_of_the_folder_is_a_mistake(rejected: Callable[..., Any], workdir: Path) -> None:
     (workdir / "file").write_text("")
-    result = run(*SMALL, "output=file/there")
-    assert (result.status, result.err.startswith("error: output: cannot write")) == (2, True)
+    assert rejected(*SMALL, "output=file/there").err.startswith("error: output: cannot write")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -25,7 +26,7 @@ SMALL = (
     "data=synthetic", "data.dataset.samples=80", "data.dataset.classes=4", "data.image_size=8", "data.batch_size=8",
     "epochs=3", "model=small_cnn", "model.width=4", "transform=standard", "optimizer.lr=0.02", "data.split.val=0.3",
 )  # fmt: skip
-EVAL = ("eval", "threads=1", "json=true")
+EVAL = ("eval", "threads=1")
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +47,8 @@ def trained(train_once: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture
-def evaluate(run: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    def call(*words: str) -> dict[str, Any]:
-        result = run(*EVAL, *words)
-        assert result.status == 0, result.err
-        return json.loads(result.out)  # type: ignore[no-any-return]
-
-    return call
+def evaluate(json_of: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    return functools.partial(json_of, *EVAL)
 
 
 def test_eval_repeats_what_training_reported_to_the_last_digit(trained: Any, evaluate: Any) -> None:
@@ -146,7 +142,7 @@ def test_the_confusion_matrix_counts_every_sample_and_is_drawn(trained: Any, eva
 
 @pytest.mark.usefixtures("pictures")
 def test_people_get_the_same_numbers_in_full(trained: Any, accepted: Any) -> None:
-    result = accepted("eval", "threads=1", f"ckpt_path={trained.directory}", "tta=[five_crop]")
+    result = accepted(*EVAL, f"ckpt_path={trained.directory}", "tta=[five_crop]")
     averaged = json.loads((trained.directory / "eval_test.json").read_text())["tta"]["metrics"]
     for value in (*trained.summary["test"].values(), averaged["loss"]):
         assert digits(value) in result.out
@@ -237,15 +233,13 @@ def test_augmented_metrics_stand_beside_the_plain_ones_and_are_of_the_mean_of_th
 
 
 def test_a_loss_that_is_not_of_softmax_is_left_out_of_averaged_probabilities(trained: Any, accepted: Any) -> None:
-    result = accepted(*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=bce")
+    words = (*EVAL, f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities")
+    result = accepted(*words, "loss=bce", "json=true")
     assert "warning: tta_mean=probabilities: the averaged views have no loss" in result.err
     found = json.loads(result.out)
     assert list(found["tta"]["metrics"]) == ["accuracy"]
     assert found["metrics"]["loss"] > 0
-    shown = accepted(
-        "eval", "threads=1", f"ckpt_path={trained.directory}", "tta=flip", "tta_mean=probabilities", "loss=mse"
-    )
-    assert "accuracy" in shown.out
+    assert "accuracy" in accepted(*words, "loss=mse").out
 
 
 def test_numbers_that_are_none_are_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:

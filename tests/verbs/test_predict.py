@@ -32,12 +32,11 @@ CALL = ("predict", "threads=1")
 
 
 @pytest.fixture
-def predict(run: Callable[..., Any], trained: Path) -> Callable[..., list[dict[str, Any]]]:
+def predict(accepted: Callable[..., Any], trained: Path) -> Callable[..., list[dict[str, Any]]]:
     """Rows of a prediction that must succeed."""
 
     def call(*words: str) -> list[dict[str, Any]]:
-        result = run(*CALL, f"ckpt_path={trained}", "output=rows.jsonl", *words)
-        assert result.status == 0, result.err
+        accepted(*CALL, f"ckpt_path={trained}", "output=rows.jsonl", *words)
         return [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
 
     return call
@@ -66,7 +65,7 @@ def cells() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(("words", "error"), [((), 1e-6), (("dtype=float64",), 1e-12)], ids=["float32", "float64"])
 def test_a_file_gets_the_logits_of_its_sample_which_is_right_as_often_as_eval_says(
-    words: tuple[str, ...], error: float, train: Any, predict: Any, run: Any, photos: Path, trained: Path
+    words: tuple[str, ...], error: float, train: Any, predict: Any, json_of: Any, photos: Path, trained: Path
 ) -> None:
     checkpoint = f"ckpt_path={train(*SMALL, *words).directory if words else trained}"
     by_split = {row["sample"]: row for row in predict(checkpoint, "input=test", "logits=true")}
@@ -77,7 +76,7 @@ def test_a_file_gets_the_logits_of_its_sample_which_is_right_as_often_as_eval_sa
         assert by_file[number]["prediction"] == row["prediction"]
     assert len(predict(checkpoint, "input=photos", "tta=hflip")) == 15
     right = sum(row["prediction"] == row["target"] for row in by_split.values()) / 15
-    found = json.loads(run("eval", "threads=1", "json=true", checkpoint).out)
+    found = json_of("eval", "threads=1", checkpoint)
     assert right == pytest.approx(found["metrics"]["accuracy"])
 
 
@@ -226,12 +225,10 @@ def test_a_split_that_the_data_do_not_have_is_refused(rejected: Any, of_files: P
     assert "input: this data has no 'test' split\n    allowed: train, val" in said
 
 
-def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(of_files: Path, accepted: Any) -> None:
-    call = (*CALL, f"ckpt_path={of_files}", "logits=true", "data.num_workers=0", "output=rows.jsonl")
-
+def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(of_files: Path, predict: Any) -> None:
     def logits(word: str) -> torch.Tensor:
-        accepted(*call, word)
-        return torch.tensor([json.loads(line)["logits"] for line in Path("rows.jsonl").read_text().splitlines()])
+        rows = predict(f"ckpt_path={of_files}", "logits=true", "data.num_workers=0", word)
+        return torch.tensor([row["logits"] for row in rows])
 
     by_split = logits("input=test")
     shutil.move("set", "elsewhere")
@@ -239,7 +236,7 @@ def test_the_crop_of_the_checkpoint_is_that_of_the_prediction(of_files: Path, ac
 
 
 def test_a_checkpoint_predicts_without_its_data(
-    run: Any, trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, trained: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = trained / "checkpoints" / "last.safetensors"
     assert read(path)["metrics"]["images"] == [3, 8, 8]
@@ -247,10 +244,8 @@ def test_a_checkpoint_predicts_without_its_data(
     def absent(*_: Any, **__: Any) -> None:
         raise AssertionError("the data is not to be read")
 
-    words = (*CALL, f"ckpt_path={path}", "input=photos/00.png", "output=rows.csv")
-    with monkeypatch.context() as patch:
-        patch.setattr("runner.run.from_checkpoint.read_data", absent)
-        assert run(*words).status == 0
+    monkeypatch.setattr("runner.run.from_checkpoint.read_data", absent)
+    accepted(*CALL, f"ckpt_path={path}", "input=photos/00.png", "output=rows.csv")
 
 
 def test_csv_cells_are_no_formulas_and_names_are_clean(
@@ -279,24 +274,20 @@ def test_the_likeliest_classes_come_first_and_probabilities_add_up(predict: Any,
     assert sum(row["probabilities"]) == pytest.approx(1)
 
 
-def test_both_formats_hold_the_same_rows(run: Any, trained: Path, photos: Path) -> None:
-    words = (*CALL, f"ckpt_path={trained}", "input=photos", "probabilities=true", "evaluate.batch_size=10")
-    for name in ("rows.csv", "rows.jsonl"):
-        assert run(*words, f"output={name}").status == 0
-    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+def test_both_formats_hold_the_same_rows(predict: Any, photos: Path) -> None:
+    words = ("input=photos", "probabilities=true", "evaluate.batch_size=10")
+    rows = predict(*words)
+    predict(*words, "output=rows.csv")
     for line, row in zip(cells(), rows, strict=True):
         assert line["prediction"] == row["prediction"]
         assert [float(line[f"probabilities:{n}"]) for n in range(4)] == row["probabilities"]
 
 
-def test_numbers_are_predicted_as_they_were_learned(
-    train: Any, run: Any, accepted: Any, rejected: Any, workdir: Path
-) -> None:
+def test_numbers_are_predicted_as_they_were_learned(train: Any, predict: Any, json_of: Any, rejected: Any) -> None:
     directory = train(*SMALL, "data.dataset.kind=regression", "task=regression", "loss=mse").directory
-    accepted(*CALL, f"ckpt_path={directory}", "input=test", "output=rows.jsonl")
-    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    rows = predict(f"ckpt_path={directory}", "input=test")
     error = sum(abs(row["prediction"] - row["target"]) for row in rows) / len(rows)
-    found = json.loads(run("eval", "threads=1", "json=true", f"ckpt_path={directory}").out)
+    found = json_of("eval", "threads=1", f"ckpt_path={directory}")
     assert error == pytest.approx(found["metrics"]["mae"], rel=1e-5)
     refused = rejected(*CALL, f"ckpt_path={directory}", "input=test", "probabilities=true")
     assert "probabilities: this model was trained for numbers" in refused.err
@@ -368,10 +359,9 @@ def test_the_view_of_a_prediction_is_averaged(predict: Any, photos: Path) -> Non
 
 
 def test_without_an_output_a_new_folder_is_made_and_programs_get_one_object(
-    run: Any, trained: Path, photos: Path
+    json_of: Any, trained: Path, photos: Path
 ) -> None:
-    result = run(*CALL, f"ckpt_path={trained}", "input=photos", "json=true")
-    found = json.loads(result.out)
+    found = json_of(*CALL, f"ckpt_path={trained}", "input=photos")
     assert found["predicted"] == 15
     assert found["unreadable"] == []
     assert found["images_per_s"] > 0

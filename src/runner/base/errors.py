@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import functools
@@ -10,17 +11,18 @@ import os
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runner.base.secrets import MASK, is_secret, mask_word
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
 _NO_MEMORY = ("failed to map segment", "Cannot allocate memory", "can't start new thread")
 _REJECTED = re.compile(r"(?<=cannot be ).*")  # how messages show a value that is not allowed
 _INSTALLED = {"site-packages", "dist-packages"}
 _GENERATED = ("<", "torchinductor_")  # how names of files begin that no user has written
-_MOST_FRAMES = 3
+_MOST_FRAMES, _LONGEST = 3, 300  # frames, and letters of another library's message
 _HINT = "    HYDRA_FULL_ERROR=1 shows the whole traceback"
 
 OK, FAILED, USAGE, DIVERGED, WORSE, PREEMPTED, INTERRUPTED = 0, 1, 2, 3, 4, 75, 130
@@ -112,8 +114,22 @@ def require(key: str, package: str, *modules: str, otherwise: str = "") -> None:
         raise UserError(key, problem, f"pip install {package!r}{otherwise}")
 
 
-def system_limit(error: BaseException) -> str:
-    """The sentence for an error caused by a limit of the system on open files, names or memory, or an empty string."""
+@contextlib.contextmanager
+def blame(key: str, problem: str, allowed: str = "", *others: type[Exception]) -> Iterator[None]:
+    """Turn what code of users or other libraries raises into a mistake of a key; its own, `MemoryError` and `others` pass."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (UserError, MemoryError, *others)):
+            raise
+        raise UserError(key, f"{problem}: {first_line(error)[:_LONGEST]}", allowed) from error
+
+
+def system_limit(error: BaseException, files: bool = True) -> str:
+    """The sentence for an error caused by a limit of the system on open files, names or memory, or an empty string.
+
+    With `files` also for a file or folder that the system refuses.
+    """
     cause: BaseException | None = error
     while cause is not None:
         number = cause.errno if isinstance(cause, OSError) else None
@@ -128,18 +144,13 @@ def system_limit(error: BaseException) -> str:
         if type(cause) is MemoryError or any(said in str(cause) for said in _NO_MEMORY):
             return f"there is not enough memory, or a limit on it (ulimit -v) is too small: {first_line(cause)}"
         cause = cause.__cause__ or cause.__context__
-    return ""
-
-
-def file_error(error: OSError) -> str:
-    """The sentence for a file or folder that the system refuses, or an empty string for another error."""
-    if error.errno == errno.ENOSPC and error.filename is None:
-        return "no space left on the disk; free some space or choose another output directory"
-    refused = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ENOTDIR, errno.EEXIST, errno.EISDIR)
-    if error.filename is None or error.errno not in refused:
+    if not (files and isinstance(error, OSError) and error.errno in _REFUSED):
         return ""
-    allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
-    return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
+    if error.filename is not None:
+        allowed = "another folder (output_root=, hydra.run.dir=, hydra.sweep.dir=), or the permission to write there"
+        return f"{error.filename}: {str(error.strerror).lower()}\n    allowed: {allowed}"
+    full = "no space left on the disk; free some space or choose another output directory"
+    return full if error.errno == errno.ENOSPC else ""
 
 
 def explain(error: BaseException) -> tuple[int, str, str]:
@@ -149,22 +160,16 @@ def explain(error: BaseException) -> tuple[int, str, str]:
     code raised is shown with the frames of user code; any other unexpected error with its traceback.
     """
     code = getattr(error, "exit_code", None)
-    where = located(error)
     if code is None or type(error).__module__.partition(".")[0] != __name__.partition(".")[0]:
         sentence = f"{type(error).__name__}: {error}"
         own = bool(own_frames(error)) and os.environ.get("HYDRA_FULL_ERROR") != "1"
         first, *others = sentence.split("\n")
-        refused = file_error(error) if isinstance(error, OSError) else ""
-        text = "\n".join([first, *where, *others]) if own else refused or whole(error)
-        return FAILED, sentence, system_limit(error) or text
+        trace = "".join(traceback.format_exception(error)).rstrip()
+        text = "\n".join([first, *located(error), *others]) if own else trace
+        return FAILED, sentence, system_limit(error, files=not own) or text
     sentence = f"{getattr(error, 'prefix', '')}{error}"
-    lines = where if isinstance(error, UserError) else []
+    lines = located(error) if isinstance(error, UserError) else []
     return code, sentence, "\n".join([f"{sentence}{getattr(error, 'hint', '')}", *lines])
-
-
-def whole(error: BaseException) -> str:
-    """The traceback of an error, as Python prints it."""
-    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def first_line(error: BaseException) -> str:

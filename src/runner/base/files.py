@@ -54,7 +54,7 @@ def make_folder(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def renaming(path: Path, temporary: Path | None = None) -> Iterator[Path]:
+def renaming(path: Path) -> Iterator[Path]:
     """A temporary name for a file that gets the name `path` when the block ends; after an error in it nothing is left.
 
     The name is in the same folder: `.<name>.<random>.tmp`, by which leftovers of killed processes are known. After the rename,
@@ -63,7 +63,7 @@ def renaming(path: Path, temporary: Path | None = None) -> Iterator[Path]:
     Raises:
         OSError: the file cannot be renamed; the old content is untouched.
     """
-    temporary = temporary or path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -148,11 +149,10 @@ def read_overrides(folder: Path) -> list[str]:
 
 def start_time(folder: Path) -> datetime | None:
     """When the run in a folder was started last, as its summary says, else when the summary was written; None without one."""
-    try:
-        found = datetime.fromisoformat((read_summary(folder) or {})["started"])
-    except (KeyError, TypeError, ValueError):
-        found = None
-    return found if found is not None and found.tzinfo else modified(folder / "summary.json")
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        if (found := datetime.fromisoformat((read_summary(folder) or {})["started"])).tzinfo:
+            return found
+    return modified(folder / "summary.json")
 
 
 def modified(path: Path) -> datetime | None:

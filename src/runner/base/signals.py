@@ -24,11 +24,6 @@ _AGAIN_S = 1.0
 _SLICES = 20
 
 
-def came_early() -> str:
-    """The name of a signal that came before a run listened, which is then forgotten, or an empty string."""
-    return early.pop() if early else ""
-
-
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
 """These stay ignored if they were when the process started, as nohup and shells do it."""
 

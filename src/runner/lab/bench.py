@@ -26,7 +26,7 @@ from runner.config.schema.verbs import Bench, Toggle
 from runner.config.targets import called
 from runner.config.validate import shown
 from runner.data.workers import WorkerLoader
-from runner.lab.short_runs import Stopwatch, callback, run_short, words_from, words_of
+from runner.lab.short_runs import Stopwatch, callback, run_short, words_from
 from runner.run.describe import describe
 from runner.run.from_checkpoint import config_and_checkpoint, output_folder
 from runner.run.run import Run
@@ -53,13 +53,19 @@ Toggled = str | list[dict[str, Any]]
 """The settings to try for a toggle, other than the present one; or why it does not apply."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Candidate:
-    """The user's config with some keys set, and why it is tried."""
+    """The user's config with some keys set, why it is tried, and what was measured, a value for each round."""
 
     kind: Literal["baseline", "toggle", "varied", "preset"]
     settings: Mapping[str, Any] = field(default_factory=dict)  # dotted keys and their values
     preset: str = ""  # the option that has them, if one does
+    speeds: list[float] = field(default_factory=list)  # samples a second
+    ratios: list[float] = field(default_factory=list)  # speed relative to the baseline's in the same round
+    step_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    cpu_wait: float = 0.0  # see `runner.runtime.hardware_metrics.core_wait`
+    wall_s: float = 0.0  # of the fastest run, from its start to its end
 
     @property
     def words(self) -> list[str]:
@@ -74,12 +80,38 @@ class Candidate:
         return " ".join(self.words) or "as configured"
 
     @property
-    def same_training(self) -> bool:
-        """True if it changes nothing but how the training is computed."""
-        return self.kind == "preset" or self.settings.keys() <= SPEED_ALONE
+    def ratio(self) -> float:
+        """Median speed relative to the baseline, above 1 for faster."""
+        return statistics.median(self.ratios)
 
+    @property
+    def verdict(self) -> str:
+        """The reason why it is not recommended; empty if it pays, and for the baseline.
 
-BASELINE = Candidate("baseline")
+        A gain pays if it is at least 2 % in the median, and no round is slower: with five rounds, chance alone makes all of
+        them faster for 1 in 32 candidates.
+        """
+        if self.kind == "baseline":
+            return ""
+        if self.kind != "preset" and not self.settings.keys() <= SPEED_ALONE:
+            return "another training"
+        if self.ratio >= _SMALLEST_GAIN and min(self.ratios) > 1:
+            return ""
+        return "slower" if max(self.ratios) < 1 else "no clear gain"
+
+    def record(self) -> dict[str, Any]:
+        """All figures, for programs."""
+        measured = {"samples_per_s": self.speeds, "step_ms": self.step_ms, "ratio": self.ratios}
+        return {
+            "kind": self.kind,
+            "overrides": self.words,
+            "settings": self.settings,
+            **{name: dict(zip(("median", "low", "high"), _spread(of), strict=True)) for name, of in measured.items()},
+            "ratios": self.ratios,
+            "verdict": self.verdict,
+            "peak_memory_bytes": self.peak_bytes,
+            "wall_s": self.wall_s,
+        }
 
 
 def candidates(config: Bench, built: Run, found_in: sources.Sources) -> tuple[list[Candidate], dict[str, str]]:
@@ -111,7 +143,7 @@ def candidates(config: Bench, built: Run, found_in: sources.Sources) -> tuple[li
 
 
 def _toggles(config: Bench, built: Run) -> dict[str, Toggled]:
-    device, both, kernels, workers = built.device.type, (True, False), built.kernels.arguments, workers_of(built)
+    device, both, workers = built.device.type, (True, False), workers_of(built)
     precision = {None: False, torch.bfloat16: "bf16", torch.float16: "fp16"}[built.precision.dtype]
     convolutions = any(parameter.ndim == 4 for parameter in built.model.parameters())
     # Powers of two and all cores are enough to see the trend
@@ -134,15 +166,11 @@ def _toggles(config: Bench, built: Run) -> dict[str, Toggled]:
         "threads": (counts, torch.get_num_threads(), "" if device == "cpu" else f"the {device} computes"),
         "data.num_workers": ([0, *counts], workers, "the samples are in memory" if workers is None else ""),
     }
-    return {
-        "optimizer.fused": _kernel(config, kernels, "fused", "foreach"),
-        "optimizer.foreach": _kernel(config, kernels, "foreach", "fused"),
-        "data.placement": _placement(config, device, workers),
-        **{
-            name: why or [{name: value} for value in values if value != now]
-            for name, (values, now, why) in rows.items()
-        },
-    }
+    found = {f"optimizer.{name}": _kernel(config, built, name) for name in ("fused", "foreach")}
+    found["data.placement"] = _placement(config, device, workers)
+    for name, (values, now, why) in rows.items():
+        found[name] = why or [{name: value} for value in values if value != now]
+    return found
 
 
 def workers_of(built: Run) -> int | None:
@@ -151,8 +179,9 @@ def workers_of(built: Run) -> int | None:
     return loader.workers if isinstance(loader, WorkerLoader) else None
 
 
-def _kernel(config: Bench, kernels: Mapping[str, bool], name: str, other: str) -> Toggled:
+def _kernel(config: Bench, built: Run, name: str) -> Toggled:
     """The toggle of one of the ways in which an optimizer updates many tensors, of which only one can be on."""
+    kernels, other = built.kernels.arguments, {"fused": "foreach", "foreach": "fused"}[name]
     if name not in kernels:
         return f"{config.optimizer['_target_']} does not have it"
     switched = not kernels[name]
@@ -176,53 +205,6 @@ def _placement(config: Bench, device: str, workers: int | None) -> Toggled:
     return [{"data.placement": place, **(automatic if place != "disk" else {})} for place in places if place != now]
 
 
-class Result:
-    """The measurements of a candidate, a value for each round."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self.candidate = candidate
-        self.speeds: list[float] = []  # samples a second
-        self.ratios: list[float] = []  # speed relative to the baseline's in the same round
-        self.step_ms: list[float] = []
-        self.peak_bytes = 0
-        self.cpu_wait = 0.0  # see `runner.runtime.hardware_metrics.core_wait`
-        self.wall_s = 0.0  # of the fastest run, from its start to its end
-
-    @property
-    def ratio(self) -> float:
-        """Median speed relative to the baseline, above 1 for faster."""
-        return statistics.median(self.ratios)
-
-    @property
-    def verdict(self) -> str:
-        """The reason why it is not recommended; empty if it pays, and for the baseline.
-
-        A gain pays if it is at least 2 % in the median, and no round is slower: with five rounds, chance alone makes all of
-        them faster for 1 in 32 candidates.
-        """
-        if self.candidate is BASELINE:
-            return ""
-        if not self.candidate.same_training:
-            return "another training"
-        if self.ratio >= _SMALLEST_GAIN and min(self.ratios) > 1:
-            return ""
-        return "slower" if max(self.ratios) < 1 else "no clear gain"
-
-    def record(self) -> dict[str, Any]:
-        """All figures, for programs."""
-        measured = {"samples_per_s": self.speeds, "step_ms": self.step_ms, "ratio": self.ratios}
-        return {
-            "kind": self.candidate.kind,
-            "overrides": self.candidate.words,
-            "settings": self.candidate.settings,
-            **{name: dict(zip(("median", "low", "high"), _spread(of), strict=True)) for name, of in measured.items()},
-            "ratios": self.ratios,
-            "verdict": self.verdict,
-            "peak_memory_bytes": self.peak_bytes,
-            "wall_s": self.wall_s,
-        }
-
-
 def _spread(values: list[float]) -> tuple[float, float, float]:
     return statistics.median(values), min(values), max(values)
 
@@ -243,25 +225,23 @@ def run(composition: Composition) -> float:
         if problems := problems_with(config, candidate.settings, composition):
             skipped[candidate.name] = "; ".join(f"{problem.key}: {problem.message}" for problem in problems)
             tried.remove(candidate)
-    measure = functools.partial(_measure, config, composition if start is None else None, workers)
     report.line(f"measuring {amount(len(tried), 'candidate')} in turn with it, each run in a separate process")
-    results, notes = _compare(config, tried, skipped, measure, report)
-    reference, *others = results
+    measured, notes = compare(config, tried, skipped, functools.partial(_measure, config, workers), report)
+    best, (baseline, *others) = recommended(measured), measured
     # The fastest first, as that is what a reader looks for
-    results = [reference, *sorted(others, key=lambda result: -result.ratio)]
-    best = next((result for result in results[1:] if not result.verdict), reference)
+    measured = [baseline, *sorted(others, key=lambda each: -each.ratio)]
     rows = [
         [
-            result.candidate.name,
-            number(statistics.median(result.speeds)),
-            number(statistics.median(result.step_ms)),
-            f"{result.ratio:.2f}",
-            f"{min(result.ratios):.2f} to {max(result.ratios):.2f}",
-            mib(result.peak_bytes, 1),
-            f"{result.wall_s:.1f}",
-            "" if result is results[0] else result.verdict or "pays",
+            each.name,
+            number(statistics.median(each.speeds)),
+            number(statistics.median(each.step_ms)),
+            f"{each.ratio:.2f}",
+            f"{min(each.ratios):.2f} to {max(each.ratios):.2f}",
+            mib(each.peak_bytes, 1),
+            f"{each.wall_s:.1f}",
+            "" if each is baseline else each.verdict or "pays",
         ]
-        for result in results
+        for each in measured
     ]
     memory = "peak MiB" if device.type == "cuda" else "peak RSS MiB"
     columns = ["overrides", "samples/s", "step ms", "ratio", "range", memory, "run s", "verdict"]
@@ -270,36 +250,31 @@ def run(composition: Composition) -> float:
     report.lines(*(f"note: {note}" for note in notes))
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"
-    spreads, names = [_spread(each.speeds) for each in results], [result.candidate.name for result in results]
+    spreads, names = [_spread(each.speeds) for each in measured], [each.name for each in measured]
     title = f"{config.name}, {called(config.model['_target_'], config.model.get('name'))} on {device}"
     bars(names, spreads, spreads[0][0], "samples/s, median and range", target=picture, title=title)
     record: dict[str, Any] = {
         "overrides": mask_words(composition.overrides),
         "device": str(device),
-        "recommended": best.candidate.words,
+        "recommended": best.words,
         "left_out": [{"what": what, "why": why} for what, why in skipped.items()],
         "notes": notes,
         "steps": config.steps,
-        "baseline": reference.record(),
-        "candidates": [result.record() for result in results[1:]],
+        "baseline": baseline.record(),
+        "candidates": [each.record() for each in measured[1:]],
         "environment": environment(),
         "written": [str(path), str(picture)],
     }
     write_json(path, record, named=True)
     if not report.json(record):
-        report.lines(*busy(max(result.cpu_wait for result in results)))
-        report.line(f"recommended: {' '.join(best.candidate.words) or 'nothing to change'}")
+        report.lines(*busy(max(each.cpu_wait for each in measured)))
+        report.line(f"recommended: {' '.join(best.words) or 'nothing to change'}")
         report.folder(folder)
     return statistics.median(best.speeds)
 
 
-def _measure(
-    config: Bench, composition: Composition | None, workers: int | None, result: Result, most_s: float | None
-) -> float:
-    """Measure a candidate once more, for at most so many seconds; returns how many the steps took.
-
-    `composition` has the words that give the config; None if a checkpoint does. `workers` read samples.
-    """
+def _measure(config: Bench, workers: int | None, candidate: Candidate, most_s: float | None) -> float:
+    """Measure a candidate once more, for at most so many seconds; returns how many the steps took. `workers` read samples."""
     with tempfile.TemporaryDirectory(prefix="runner-bench-") as scratch:
         target, began = Path(scratch) / "measured.json", time.perf_counter()
         # Batches that workers have read ahead must not make many of them look faster
@@ -307,51 +282,53 @@ def _measure(
         times = {"warmup": _WARMUP + ahead, "steps": config.steps, "least_s": _LEAST_S, "most_s": most_s}
         # However long the run would be, it lasts until it is measured
         long = ("epochs=100000", "max_steps=null", "log.every_steps=1000000")
-        quiet = (*long, callback(Stopwatch, target=str(target), **times))
-        # The config of a checkpoint is measured with new weights
-        written = Path(scratch) / "conf"
-        words = words_of(composition, Bench, *quiet) if composition else words_from(config, written, *quiet)
-        run_short(words, result.candidate.settings, Path(scratch) / "run")
+        words = words_from(config, Path(scratch) / "conf", *long, callback(Stopwatch, target=str(target), **times))
+        run_short(words, candidate.settings, Path(scratch) / "run")
         if not target.is_file():
             raise UserError("the run ended before it was measured")
         found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
     wall_s = time.perf_counter() - began
-    result.speeds.append(found["samples"] / found["seconds"])
-    result.step_ms.append(1000 * found["seconds"] / found["steps"])
-    result.peak_bytes = max(result.peak_bytes, int(found["peak_bytes"]))
-    result.cpu_wait = max(result.cpu_wait, found["cpu_wait"] or 0.0)
-    result.wall_s = min(result.wall_s or wall_s, wall_s)
+    candidate.speeds.append(found["samples"] / found["seconds"])
+    candidate.step_ms.append(1000 * found["seconds"] / found["steps"])
+    candidate.peak_bytes = max(candidate.peak_bytes, int(found["peak_bytes"]))
+    candidate.cpu_wait = max(candidate.cpu_wait, found["cpu_wait"] or 0.0)
+    candidate.wall_s = min(candidate.wall_s or wall_s, wall_s)
     return float(found["seconds"])
 
 
-def _compare(
+def compare(
     config: Bench,
     tried: list[Candidate],
     skipped: dict[str, str],
-    measure: Callable[[Result, float | None], float],
+    measure: Callable[[Candidate, float | None], float],
     report: Report,
-) -> tuple[list[Result], list[str]]:
-    """Measure the baseline and the candidates round by round, until the time is over; returns results and notes."""
+) -> tuple[list[Candidate], list[str]]:
+    """Measure the baseline and the candidates round by round, until the time is over; returns these, and notes."""
     deadline = time.perf_counter() + config.budget_s
-    baseline, results, notes = Result(BASELINE), [Result(candidate) for candidate in tried], list[str]()
-    with report.counting("bench", config.repeats * (1 + len(results))) as begin:
+    baseline, notes = Candidate("baseline"), list[str]()
+    with report.counting("bench", config.repeats * (1 + len(tried))) as begin:
         for done in range(config.repeats):
             if done >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
                 short = f"{done} rounds instead of {config.repeats}, because time ran out"
                 notes.append(f"{short}; a larger budget_s allows more")
                 break
-            begin(BASELINE.name)
+            begin(baseline.name)
             usual = measure(baseline, None)
             baseline.ratios.append(1.0)
-            for result in list(results):
-                begin(result.candidate.name)
+            for candidate in list(tried):
+                begin(candidate.name)
                 try:
-                    if not result.speeds and time.perf_counter() > deadline:
+                    if not candidate.speeds and time.perf_counter() > deadline:
                         raise UserError("no time was left; set a larger budget_s, or fewer toggles")
-                    measure(result, _TOO_SLOW * usual)
-                    result.ratios.append(result.speeds[-1] / baseline.speeds[-1])
+                    measure(candidate, _TOO_SLOW * usual)
+                    candidate.ratios.append(candidate.speeds[-1] / baseline.speeds[-1])
                 # One that fails, in whichever round, is dropped, and the others continue
                 except UserError as error:
-                    skipped[result.candidate.name] = first_line(error)
-                    results.remove(result)
-    return [baseline, *results], notes
+                    skipped[candidate.name] = first_line(error)
+                    tried.remove(candidate)
+    return [baseline, *tried], notes
+
+
+def recommended(measured: Sequence[Candidate]) -> Candidate:
+    """The fastest candidate that pays, or the baseline, which is the first."""
+    return max((each for each in measured if not each.verdict), key=lambda each: each.ratio)

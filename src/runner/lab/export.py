@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import FAILED, UserError, first_line, require
+from runner.base.errors import FAILED, UserError, blame, require
 from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
@@ -198,7 +198,9 @@ def run(composition: Composition) -> float:
             begin(name)
             # A file that is there is complete: other programs may watch the folder
             with _write_complete(folder / FORMATS[name][0], config.output is not None) as path:
-                loaded = _written(name, exported, images, path)
+                # Exporters can raise anything for a model that they cannot express
+                with blame("format", f"{name} cannot express this model", "another format", OSError), torch.no_grad():
+                    loaded = FORMATS[name][1](exported, images[:1].repeat(_EXAMPLES, 1, 1, 1), path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
@@ -223,18 +225,6 @@ def run(composition: Composition) -> float:
         print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
         raise SystemExit(FAILED)
     return float(max(each["max_rel"] for each in compared))
-
-
-def _written(name: str, model: nn.Module, images: Tensor, path: Path) -> nn.Module:
-    """Write a model in a format and load the file; `images` is a batch of any size."""
-    try:
-        with torch.no_grad():
-            return FORMATS[name][1](model, images[:1].repeat(_EXAMPLES, 1, 1, 1), path)
-    except (UserError, MemoryError, OSError):
-        raise
-    except Exception as error:  # exporters can raise anything for a model that they cannot express
-        problem = f"{name} cannot express this model: {first_line(error)[:300]}"
-        raise UserError("format", problem, "another format") from error
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from runner.base.errors import PREEMPTED
-from runner.base.signals import came_early, heard, listening
+from runner.base.signals import early, heard, listening
 
 _UNWRITTEN = 120  # status of a Python that could not write what it printed
 _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group
@@ -78,7 +78,7 @@ def run(
         on_end: called with a job that has ended, and the name of the signal that asked to stop.
         on_time: called every `period_s` seconds; whether `next_job` may give a job later, although no job runs.
     """
-    running, asked, insists_from = 0, came_early(), 0.0
+    running, asked, insists_from = 0, early.pop() if early else "", 0.0
 
     def stop(number: int, frame: FrameType | None) -> None:
         """The first signal asks the jobs to stop; another one after more than a second kills them."""

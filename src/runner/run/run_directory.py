@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain, whole
+from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain
 from runner.base.files import make_folder, write_atomically, write_json, writing
 from runner.base.reading import number_or_none, read_summary
 from runner.base.secrets import mask_text, mask_words
@@ -270,7 +270,7 @@ class RunDirectory:
         is_mistake = isinstance(error, UserError | BadMetric)
         # The screen shows a short error; run.log gets the whole traceback for those who need it
         if self.is_open and self.exit_code == FAILED and not is_mistake and "Traceback" not in text:
-            Console(self.log_file, stream=io.StringIO()).line(whole(error))  # the screen has its own frames
+            Console(self.log_file, stream=io.StringIO()).line("".join(traceback.format_exception(error)).rstrip())
         # A mistake before the first step leaves nothing worth keeping, see `close`
         self._mistaken = (self.exit_code == USAGE or isinstance(error, DiskFull)) and "global_step" not in self.summary
         unexpected = error.__cause__ is not None if is_mistake else not isinstance(error, SystemExit)

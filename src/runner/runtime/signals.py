@@ -9,7 +9,7 @@ import signal
 import time
 from types import FrameType
 
-from runner.base.signals import came_early, heard, interrupts, listening
+from runner.base.signals import early, heard, interrupts, listening
 
 # One cause may send these several times: a closed terminal (the shell and the kernel), used up CPU time (every second).
 _REPEATED = ("SIGHUP", "SIGXCPU")
@@ -42,7 +42,7 @@ class StopSignals:
         return self._limit
 
     def __enter__(self) -> StopSignals:
-        self.received = came_early()
+        self.received = early.pop() if early else ""
         self._listening.enter_context(listening(self._note))
         if interrupts:
             self._listening.close()

@@ -1,10 +1,11 @@
-"""From the outputs of a model to rows, written as they come: CSV or JSON lines; the file appears complete or not at all."""
+"""Rows of predictions: made of a model's outputs, and written as they come into a file that appears complete or not at all."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import csv
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +23,10 @@ from runner.instrument.nested import mapped_items
 from runner.tracking.formats import harmless
 
 Row = dict[str, Any]
-"""Column -> a text, a number, or a list of numbers."""
+"""Column -> a text, a number, a list of numbers, or what a task gives for a sample."""
 _FORMATS = (".csv", ".jsonl")
+# Label i has the colour that torchvision.utils gives object i by default.
+_PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
 
 
 def check_ending(path: Path) -> None:
@@ -34,37 +37,72 @@ def check_ending(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """A table, as a function that adds rows, which all have the same columns; after an error nothing is left.
+def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Callable[[Sequence[Row]], list[Row]]]:
+    """A table, as a function that adds rows and returns them as they are written; after an error nothing is left.
 
-    It is written as `runner.base.files.replacing` does for a path of the user's. The ending of `path` selects the format. `lists`
-    are the columns that hold lists, each with a name for every item; CSV gives each item a column.
+    It is written as `runner.base.files.replacing` does for a path of the user's. The ending of `path` selects the format. All
+    rows have the same columns. Tensors become lists; those of bytes, uint8 (H, W), (1, H, W) or (3, H, W), become PNG files in a
+    folder beside the table, and their cells the paths of these. `lists` are columns that hold lists, each with a name for every
+    item; CSV gives each item a column, and has other nested values as JSON.
 
     CSV is as RFC 4180 defines it; a text that a spreadsheet would take for a formula begins with an apostrophe. Lines end with
     CR LF because Python before 3.11.9 quotes no other control characters than those of the line end: a bare CR in a name would
     end the line, and what follows it would begin a cell.
     """
     make_folder(path.parent)
+    as_json, columns, count = path.suffix.lower() == ".jsonl", list[str](), itertools.count()
     with replacing(path, named=True) as file:
         lines = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\r\n")
-        head: list[str] = []
 
-        def write(rows: Sequence[Row]) -> None:
-            with writing(path):
-                for row in ({name: _encodable(value) for name, value in row.items()} for row in rows):
-                    if path.suffix.lower() == ".jsonl":
+        def plain(name: str, value: Any, number: int) -> Any:
+            if name not in lists and not isinstance(value, str | int | float):
+                value = _without_tensors(name, value, number, path)
+                if isinstance(value, list | tuple | dict) and not as_json:
+                    value = json.dumps(finite(value), ensure_ascii=False)
+            return _encodable(value)
+
+        def write(rows: Sequence[Row]) -> list[Row]:
+            made = list[Row]()
+            for fields in rows:
+                number = next(count)
+                made.append(row := {name: plain(name, value, number) for name, value in fields.items()})
+                if not number:
+                    columns.extend(row)
+                if row.keys() != {*columns}:
+                    problem = f"its predict_step gives {', '.join(row)} for a sample, and other names for another"
+                    raise UserError("task", problem, ", ".join(columns))
+                with writing(path):
+                    if as_json:
                         file.write(json.dumps(finite(row), ensure_ascii=False, allow_nan=False).encode() + b"\n")
                         continue
                     cells: Row = {}
-                    for name, value in row.items():
+                    for name in columns:
                         names = [f"{name}:{item}" for item in lists[name]] if name in lists else [name]
-                        cells |= zip(names, value if name in lists else [value], strict=True)
-                    if not head:
-                        head.extend(cells)
-                        lines.writerow([harmless(_encodable(name)) for name in head])
+                        cells |= zip(names, row[name] if name in lists else [row[name]], strict=True)
+                    if not number:
+                        lines.writerow([harmless(_encodable(name)) for name in cells])
                     lines.writerow(map(harmless, cells.values()))
+            return made
 
         yield write
+
+
+def _without_tensors(name: str, value: Any, number: int, table: Path) -> Any:
+    """What a task gives for a sample as plain values; an image is written, and its path relative to the table returned."""
+    if not (isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim in (2, 3)):
+        return mapped_items(value, Tensor, lambda tensor: tensor.tolist())
+    if value.ndim == 3 and len(value) not in (1, 3):
+        problem = f"its predict_step gives bytes of shape {tuple(value.shape)} as {name}"
+        raise UserError("task", problem, "(H, W), or 1 or 3 channels")
+    image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
+    if value.ndim == 2:
+        image.putpalette(_PALETTE)
+    plain = re.sub(r"[^\w.-]", "_", name)
+    picture = table.with_name(f"{table.stem}_images") / f"{number:06}_{plain}.png"
+    with writing(picture):
+        picture.parent.mkdir(exist_ok=True)
+        image.save(picture)
+    return f"{picture.parent.name}/{picture.name}"
 
 
 def _encodable(value: Any) -> Any:
@@ -98,12 +136,12 @@ class RowBuilder:
         """Columns that hold lists, with a name for each item."""
         return {"probabilities": self.classes, "logits": self.classes}
 
-    def rows(self, outputs: Tensor, first_cells: Sequence[Row]) -> list[Row]:
-        """A row for each image, of outputs of the model, float32 (B, C) on the CPU; `first_cells` begin it, such as its path."""
+    def rows(self, outputs: Tensor) -> list[Row]:
+        """A row for each image, of outputs of the model, float32 (B, C) on the CPU."""
         numbers, made = outputs.tolist(), list[Row]()
         if not self.classes:
-            made = [numbered("prediction", each) for each in numbers]
-        elif self.threshold is not None:
+            return [numbered("prediction", each) for each in numbers]
+        if self.threshold is not None:
             for each in outputs.sigmoid().tolist():
                 made.append({"labels": labels_of(self.classes, each, self.threshold), "probabilities": each})
         else:
@@ -114,9 +152,7 @@ class RowBuilder:
                 for suffix, place in zip(["", *(f"_{rank}" for rank in range(2, len(best) + 1))], best, strict=True):
                     row |= {f"prediction{suffix}": self.classes[place], f"probability{suffix}": each[place]}
                 row |= {"probabilities": each} if self.probabilities else {}
-        if self.logits and self.classes:
-            made = [row | {"logits": each} for row, each in zip(made, numbers, strict=True)]
-        return [{**cells, **row} for cells, row in zip(first_cells, made, strict=True)]
+        return [row | {"logits": each} for row, each in zip(made, numbers, strict=True)] if self.logits else made
 
 
 def numbered(name: str, numbers: Sequence[float]) -> Row:
@@ -140,51 +176,3 @@ def target_cells(target: Any, classes: Sequence[str], activation: str | None) ->
 def labels_of(names: Sequence[str], probabilities: Sequence[float], threshold: float) -> str:
     """The names of the labels above a threshold, with semicolons between them."""
     return "; ".join(name for name, each in zip(names, probabilities, strict=True) if each > threshold)
-
-
-# Label i has the colour that torchvision.utils gives object i by default.
-_PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
-
-
-class FieldRows:
-    """Makes rows for the table at `path`; bytes of shape (H, W), (1, H, W) or (3, H, W) become PNG files."""
-
-    def __init__(self) -> None:
-        self.path, self.lists = Path(), dict[str, Sequence[str]]()
-        self._count, self._names = 0, list[str]()
-
-    def rows(self, outputs: Sequence[dict[str, Any]], first_cells: Sequence[Row]) -> list[Row]:
-        """A row for each sample: its first cells, then a cell for each field."""
-        rows = []
-        for cells, fields in zip(first_cells, outputs, strict=True):
-            rows.append(row := dict(cells) | {name: self._cell(name, value) for name, value in fields.items()})
-            self._count += 1
-            self._names = self._names or list(row)
-            if row.keys() != {*self._names}:
-                problem = f"its predict_step gives {', '.join(row)} for a sample, and other names for another"
-                raise UserError("task", problem, ", ".join(self._names))
-        if self.path.suffix.lower() == ".jsonl":
-            return rows
-        return [{name: _flat(value) for name, value in row.items()} for row in rows]
-
-    def _cell(self, name: str, value: Any) -> Any:
-        """The value of a field, or the path of its image, relative to the folder of the table."""
-        if not (isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim in (2, 3)):
-            return mapped_items(value, Tensor, lambda tensor: tensor.tolist())
-        if value.ndim == 3 and len(value) not in (1, 3):
-            problem = f"its predict_step gives bytes of shape {tuple(value.shape)} as {name}"
-            raise UserError("task", problem, "(H, W), or 1 or 3 channels")
-        image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
-        if value.ndim == 2:
-            image.putpalette(_PALETTE)
-        plain = re.sub(r"[^\w.-]", "_", name)
-        file = self.path.with_name(f"{self.path.stem}_images") / f"{self._count:06}_{plain}.png"
-        with writing(file):
-            file.parent.mkdir(exist_ok=True)
-            image.save(file)
-        return f"{file.parent.name}/{file.name}"
-
-
-def _flat(value: Any) -> Any:
-    """A cell of a format without nested values: lists and dicts are JSON."""
-    return json.dumps(finite(value), ensure_ascii=False) if isinstance(value, list | tuple | dict) else value

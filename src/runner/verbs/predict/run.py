@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +50,7 @@ from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
-from runner.verbs.predict.rows import FieldRows, Row, RowBuilder, check_ending, open_table, target_cells
+from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
 
 _INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
@@ -65,6 +65,17 @@ class Source:
     loader: Loader  # gives them in batches
     first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
     found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
+    unreadable: dict[int, str] = dataclasses.field(default_factory=dict)  # those of all ranks
+
+
+@dataclasses.dataclass
+class Predictor:
+    """What makes rows of batches."""
+
+    model: nn.Module  # everything that has modes
+    rows: Callable[[Batch], list[Row]]  # without the first cells
+    lists: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # see `open_table`
+    layers: Extractor | None = None  # gives features
 
 
 def run(composition: Composition) -> float:
@@ -81,25 +92,21 @@ def run(composition: Composition) -> float:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
     with opened(resolved, device, report) as source:
-        predictor, layers, rows = _predictor(resolved, source.data, device)
+        predictor = _predictor(resolved, source.data, device)
         # Only rank 0 writes; the others compute batches for it.
         path = Path(config.output or "predictions.csv") if main else Path(os.devnull)
         if main and config.output is None:
             path = claim(Path(config.output_root) / "predictions") / path
-        if isinstance(rows, FieldRows):
-            rows.path = path
-        features_file = path.with_name(f"{path.stem}_features.npz") if layers and main else None
-        first, count, began, unreadable = list[Row](), 0, time.perf_counter(), dict[int, str]()
-        with open_table(path, rows.lists) as write, evaluating(predictor):
+        features_file = path.with_name(f"{path.stem}_features.npz") if predictor.layers and main else None
+        first, count, began = list[Row](), 0, time.perf_counter()
+        with open_table(path, predictor.lists) as write, evaluating(predictor.model):
 
             def written() -> Iterator[dict[str, Tensor]]:
                 nonlocal count
-                computed = functools.partial(_computed, predictor, layers, source, precision)
-                for outputs, cells, features in _batches(computed, source, unreadable, config.strict, report):
+                for rows, features in _predicted(predictor, source, precision, config.strict, report):
                     if main:
-                        write(made := rows.rows(outputs, cells))
-                        first.extend(made[: _SHOWN - len(first)])
-                        count += len(made)
+                        first.extend(write(rows)[: _SHOWN - len(first)])
+                        count += len(rows)
                     yield features
 
             # Nobody stores the features: the batches still have to be drawn, as the table is written meanwhile
@@ -110,7 +117,7 @@ def run(composition: Composition) -> float:
         if not main:
             return 0.0
         seconds = time.perf_counter() - began
-    reasons = [reason for _, reason in sorted(unreadable.items())]
+    reasons = [reason for _, reason in sorted(source.unreadable.items())]
     unreadable_list = path.with_name(f"{path.stem}_unreadable.txt") if reasons else None
     if unreadable_list is not None:
         write_atomically(unreadable_list, "".join(f"{_one_line(each)}\n" for each in reasons).encode(), named=True)
@@ -150,10 +157,8 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
         report.lines(*filter(None, (record["output"], record["features"])))
 
 
-def _predictor(
-    resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device
-) -> tuple[nn.Module, Extractor | None, RowBuilder | FieldRows]:
-    """What computes outputs, and features, and what makes rows of them."""
+def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> Predictor:
+    """What makes rows of the outputs of the model, or of what the task gives for each sample."""
     config = resolved.config
     task, modules = resolved.restore_model(data, device)
     dtype = getattr(torch, config.dtype)
@@ -165,33 +170,39 @@ def _predictor(
             if getattr(config, key) != (default := Predict.__dataclass_fields__[key].default):
                 problem = "does not apply to rows that the task makes in predict_step"
                 raise UserError(key, problem, shown(default))
-        return Predictions(config, task, modules, config.pictures), None, FieldRows()
-    model = model_of(modules)
+        predictions = Predictions(config, task, modules, config.pictures)
+        return Predictor(predictions, predictions)
+    plain = model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
-    rows = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
-    # Features come from the plain model, as its views would have one each
-    layers = Extractor(model, as_list(config.features)) if as_list(config.features) else None
+    builder = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
     if config.tta:
         model = with_tta(model, task, resolved.blank_input(data).to(dtype), config.tta, config.tta_mean)
-    return model, layers, rows
+    # Features come from the plain model, as its views would have one each
+    layers = Extractor(plain, as_list(config.features)) if config.features else None
+    return Predictor(model, lambda batch: builder.rows(model(batch.images).float().cpu()), builder.lists, layers)
 
 
-_Computed = tuple[Any, list[Row], dict[str, Tensor]]
-"""Outputs of a model or task for the readable samples of a batch, their first cells, and their features."""
-
-
-def _batches(
-    computed: Callable[[Batch | None], _Computed],
-    source: Source,
-    unreadable: dict[int, str],
-    strict: bool,
-    report: Report,
-) -> Iterator[_Computed]:
-    """What `computed` gives for each batch; samples that cannot be read are added to `unreadable`, or refused if `strict`.
+def _predicted(
+    predictor: Predictor, source: Source, precision: Precision, strict: bool, report: Report
+) -> Iterator[tuple[list[Row], dict[str, Tensor]]]:
+    """Rows and features of the readable samples of each batch; others are noted in the source, or refused if `strict`.
 
     Several ranks compute a batch each, and rank 0 gets what all have found.
     """
-    loader, ranks = source.loader, world()
+    loader, ranks, with_targets = source.loader, world(), not isinstance(predictor.model, Predictions)
+
+    def computed(batch: Batch | None) -> tuple[list[Row], dict[str, Tensor]]:
+        if batch is None:
+            return [], {}
+        with precision.autocast():
+            rows = predictor.rows(batch)
+            features = predictor.layers.rows(batch.images) if predictor.layers is not None else {}
+        indices, bad = batch.indices.tolist(), source.found()
+        targets = batch.targets.tolist() if with_targets else [None] * len(indices)
+        readable = [place for place, index in enumerate(indices) if index not in bad]
+        rows = [source.first_cells(indices[place], targets[place]) | rows[place] for place in readable]
+        return rows, {name: tensor[readable].cpu() for name, tensor in features.items()}
+
     # Each rank computes every n-th batch, and all gather after each, so that rows are written in order.
     batches = math.ceil(loader.samples / loader.batch_size)
     with report.counting("predict", math.ceil(batches / ranks.size)) as begin:
@@ -201,28 +212,11 @@ def _batches(
             torch.manual_seed(first + ranks.rank)  # what the task draws is that of the batch, as in evaluations
             parts = ranks.gather((computed(next(own, None)), source.found()))
             for _, found in parts:
-                unreadable.update(found)
-            if strict and unreadable:
+                source.unreadable.update(found)
+            if strict and source.unreadable:
                 allowed = "strict=false, which lists such images and continues"
-                raise UserError("input", unreadable[min(unreadable)], allowed)
-            yield from (part for part, _ in parts if part[1])
-
-
-def _computed(
-    model: nn.Module, layers: Extractor | None, source: Source, precision: Precision, batch: Batch | None
-) -> _Computed:
-    if batch is None:
-        return torch.empty(0), [], {}
-    own = isinstance(model, Predictions)
-    with precision.autocast():
-        outputs = model(batch) if own else model(batch.images).float().cpu()
-        features = layers.rows(batch.images) if layers is not None else {}
-    indices, unreadable = batch.indices.tolist(), source.found()
-    targets = [None] * len(indices) if own else batch.targets.tolist()
-    readable = [place for place, index in enumerate(indices) if index not in unreadable]
-    cells = [source.first_cells(indices[place], targets[place]) for place in readable]
-    kept = [outputs[place] for place in readable] if own else outputs[readable]
-    return kept, cells, {name: tensor[readable].cpu() for name, tensor in features.items()}
+                raise UserError("input", source.unreadable[min(source.unreadable)], allowed)
+            yield from (part for part, _ in parts if part[0])
 
 
 def _one_line(reason: str) -> str:
