@@ -14,6 +14,7 @@ from pathlib import Path
 from runner.base.errors import UserError
 from runner.base.secrets import mask_text
 from runner.config.sources import Sources
+from runner.config.task_file import with_task_file
 from runner.tracking.formats import clean
 
 _NOT_PLAIN = frozenset("[](){}'\"")
@@ -50,7 +51,8 @@ class Verb:
     def expand_shorthand(self, argv: Sequence[str]) -> list[str]:
         """The words after the verb in the form that Hydra understands."""
         sweep = not {"--multirun", "-m"}.isdisjoint(argv)
-        return [self.rewrite(self._as_list(self.aliases.get(word, word), sweep)) for word in argv]
+        words = with_task_file(argv) if self.takes_config else argv
+        return [self.rewrite(self._as_list(self.aliases.get(word, word), sweep)) for word in words]
 
     def _as_list(self, word: str, sweep: bool) -> str:
         key, _, value = word.partition("=")

@@ -1,0 +1,83 @@
+"""`task=FILE.py:CLASS`: the words that train a class of one Python file, with the file's `data` and `model` if it has them.
+
+The file is parsed and not imported, so that mistakes in other words are still found without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.base.errors import UserError, nearest
+from runner.config.keys import key_of, says
+
+_WORD = re.compile(r"task=([^=,'\"\[\]{}]+\.py)(?::(\w*))?")
+_STEPS = {"training_step", "optimizer_steps"}
+
+
+def with_task_file(words: Sequence[str]) -> list[str]:
+    """The words of a command with `task=FILE.py:CLASS` written out; words that select other data or another model stay.
+
+    Raises:
+        UserError: if there is no such file or class, or Python could not import the file by its path.
+    """
+    found = list[str]()
+    for word in words:
+        match = _WORD.fullmatch(word)
+        found += _written_out(Path(match[1]), match[2], words) if match else [word]
+    return found
+
+
+def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str]:
+    module = ".".join(file.with_suffix("").parts)
+    if not all(part.isidentifier() for part in module.split(".")):
+        allowed = "a path below the current folder, of names that Python can import, such as my_folder/my_task.py"
+        raise UserError("task", f"names the file {file}", allowed)
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError("task", f"cannot read {file}: {error}") from error
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    # Without a name, the class is meant that no other one builds on
+    if not name:
+        steps = [each for each in classes if _STEPS & _methods(classes, each)]
+        bases = {base for each in classes.values() for base in _bases(each)}
+        name = next(iter(each for each in steps if each not in bases), "") if len({*steps} - bases) == 1 else ""
+    if name not in classes:
+        close, allowed = nearest(name, classes), ", ".join(f"task={file}:{each}" for each in classes)
+        raise UserError("task", f"{file} has no class '{name}'" if name else f"{file}: which class?", allowed, close)
+    target, own = f"{module}.{name}", _methods(classes, name)
+    given = {key_of(word) for word in words}
+    written = [f"task._target_={target}"]
+    if "name" not in given:
+        written.append(f"name={file.stem}")
+    if "trust" not in given:  # who names the file runs it
+        written.append(f"trust=[{module.split('.')[0]}]")
+    if "ckpt_path" in given:  # which has all arguments
+        return written
+    written.insert(0, "task=own")
+    if own & _STEPS and not says("loss", words):
+        written.append("loss=none")
+    top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    if "model" in top and "model" not in given:
+        written += ["model=own", f"model._target_={module}.model"]
+    if "data" in top and "data" not in given:
+        written += ["data=own", f"data.dataset._target_={module}.data"]
+        written += ["transform=none"] * ("transform" not in given)
+        written += ["data.images=[]"] * ("data.images" not in given and bool(own & _STEPS))
+    return written
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+
+def _methods(classes: dict[str, ast.ClassDef], name: str) -> set[str]:
+    """Names of the methods of a class and of those in the same file that it builds on."""
+    if name not in classes:
+        return set()
+    node = classes[name]
+    own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    return own.union(*(_methods(classes, base) for base in _bases(node)))
