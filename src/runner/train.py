@@ -78,9 +78,9 @@ def build_run(
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
-        probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
+        scalars = probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
-    monitor = choose_monitor(config, task)
+    monitor = choose_monitor(config, task, scalars)
 
     # Initial weights, which a checkpoint brings along, and what is frozen
     image, trial = example_input(data), (task, model, loss, data)
@@ -113,6 +113,7 @@ def build_run(
         loss=loss,
         length=length,
         monitor=monitor,
+        scalars=scalars,
         state=state,
         step=step,
         toggled=toggled,
@@ -178,7 +179,7 @@ def _train(
     loggers = build_loggers(run, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = hardware_metrics_of(run)
-    custom = build_callbacks(config, run.task, run.monitor)
+    custom = build_callbacks(config, run.task, run.monitor, run.scalars)
     saving = Saving(run, directory, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
     compiled = run.toggled.reports(console.line)
 

@@ -232,6 +232,30 @@ class ComparedTwice(Compared):
         return gather(self.logits(modules, batch).repeat(2, 1)).sum()
 
 
+class Measured(MeanOverBoxes):
+    """An evaluation gives further means over the boxes."""
+
+    monitor, mode = "val/first", "max"
+
+    def evaluation_step(self, modules, batch):
+        first = torch.cat([boxes[:, 0] for boxes in batch["boxes"]]).mean()
+        return {**super().evaluation_step(modules, batch), "first": first}
+
+
+class MeasuredAsMetric(Measured):
+    monitor, mode = "val/wrong", "min"
+
+    def evaluation_step(self, modules, batch):
+        found = super().evaluation_step(modules, batch)
+        return {**found, "wrong": found["first"]}
+
+
+class MeasuredAsWeight(Measured):
+    def evaluation_step(self, modules, batch):
+        found = super().evaluation_step(modules, batch)
+        return {**found, "weight": found["first"]}
+
+
 class Vectors(CountBoxes):
     def training_step(self, modules, batch):
         return self.logits(modules, batch).sum(1)

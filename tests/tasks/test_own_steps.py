@@ -106,6 +106,23 @@ def test_a_loss_of_gathered_rows_is_that_of_the_whole_batch_on_any_number_of_ran
     assert (result.status, "8 here, got 16" in result.err) == (1, True)
 
 
+def test_further_scalars_of_an_evaluation_are_means_and_may_decide_which_one_is_best(
+    train: Callable[..., Any], printed: Any, refused: Callable[..., None]
+) -> None:
+    words = (*BOXES, "task._target_=own_steps.Measured", "dtype=float64", "evaluate.batch_size=7")
+    result, ranks = train(*words), train(*words, "devices=2")
+    assert result.summary["best"]["metric"] == "val/first"
+    seen = printed("eval", f"ckpt_path={result.directory}", "split=val")["metrics"]
+    whole = train(*words, "evaluate.batch_size=96").summary
+    assert result.summary["test"]["first"] == pytest.approx(whole["test"]["first"], abs=1e-9)
+    assert seen["first"] == result.summary["best"]["value"]
+    assert ranks.summary["test"] == result.summary["test"]
+    assert train(*words, "checkpoint.monitor=loss").summary["best"]["metric"] == "val/loss"
+    refused((*words, "checkpoint.monitor=frist"), "checkpoint.monitor", "val/first")
+    refused((*words, "task._target_=own_steps.MeasuredAsMetric"), "task", "other names", "wrong")
+    refused((*words, "task._target_=own_steps.MeasuredAsWeight"), "task", "other names", "weight")
+
+
 def test_an_evaluation_draws_the_same_random_numbers_each_time(train: Callable[..., Any], printed: Any) -> None:
     words = (*VECTORS, "task._target_=own_steps.Noisy", "evaluate.batch_size=4")
     whole, ranks = train(*words), train(*words, "devices=2")
