@@ -59,7 +59,7 @@ def gather(tensor: Tensor) -> Tensor:
     if world().size == 1 or not _current.samples:
         return tensor
     own = rows(_current.samples, world().rank, world().size)
-    expected = max(1, own.stop - own.start)  # a rank without a sample has taken another one, which is left out
+    expected = max(1, own.stop - own.start)  # a rank without a sample has taken another one, which is skipped
     if len(tensor) != expected:
         raise ValueError(
             f"gather takes a row of each sample, {expected} here, got {len(tensor)}: gather each view by itself"
