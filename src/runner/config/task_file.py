@@ -48,26 +48,20 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     if name not in classes:
         close, allowed = nearest(name, classes), ", ".join(f"task={file}:{each}" for each in classes)
         raise UserError("task", f"{file} has no class '{name}'" if name else f"{file}: which class?", allowed, close)
-    target, own = f"{module}.{name}", _methods(classes, name)
-    given = {key_of(word) for word in words}
-    written = [f"task._target_={target}"]
-    if "name" not in given:
-        written.append(f"name={file.stem}")
-    if "trust" not in given:  # who names the file runs it
-        written.append(f"trust=[{module.split('.')[0]}]")
-    if "ckpt_path" in given:  # which has all arguments
-        return written
-    written.insert(0, "task=own")
-    if own & _STEPS and not says("loss", words):
-        written.append("loss=none")
+    given, own, target = {key_of(word) for word in words}, _methods(classes, name), f"{module}.{name}"
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-    if "model" in top and "model" not in given:
-        written += ["model=own", f"model._target_={module}.model"]
-    if "data" in top and "data" not in given:
-        written += ["data=own", f"data.dataset._target_={module}.data"]
-        written += ["transform=none"] * ("transform" not in given)
-        written += ["data.images=[]"] * ("data.images" not in given and bool(own & _STEPS))
-    return written
+    # Who names the file runs it
+    written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
+    if "ckpt_path" not in given:  # which has all arguments
+        written = {"task": "own", **written}
+        if own & _STEPS and not says("loss", words):
+            written["loss"] = "none"
+        if "model" in top and "model" not in given:
+            written |= {"model": "own", "model._target_": f"{module}.model"}
+        if "data" in top and "data" not in given:
+            written |= {"data": "own", "data.dataset._target_": f"{module}.data", "transform": "none"}
+            written |= {"data.images": "[]"} if own & _STEPS else {}
+    return [f"{key}={value}" for key, value in written.items() if key == "task" or key not in given]
 
 
 def _bases(node: ast.ClassDef) -> list[str]:
