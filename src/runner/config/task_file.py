@@ -40,14 +40,18 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError("task", f"cannot read {file}: {error}") from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    # Without a name, the class is meant that no other one builds on
-    if not name:
-        steps = [each for each in classes if _STEPS & _methods(classes, each)]
+    if not name:  # of several, the class is meant that no other one builds on
         bases = {base for each in classes.values() for base in _bases(each)}
-        name = next(iter(each for each in steps if each not in bases), "") if len({*steps} - bases) == 1 else ""
+        steps = [each for each in classes if _STEPS & _methods(classes, each) and each not in bases]
+        if len(steps) != 1:
+            allowed = (
+                ", ".join(f"task={file}:{each}" for each in steps) or "a class with training_step(self, modules, batch)"
+            )
+            raise UserError("task", f"{file} has {len(steps)} classes with a step", allowed)
+        [name] = steps
     if name not in classes:
-        close, allowed = nearest(name, classes), ", ".join(f"task={file}:{each}" for each in classes)
-        raise UserError("task", f"{file} has no class '{name}'" if name else f"{file}: which class?", allowed, close)
+        allowed = ", ".join(f"task={file}:{each}" for each in classes)
+        raise UserError("task", f"{file} has no class '{name}'", allowed, nearest(name, classes))
     given, own, target = {key_of(word) for word in words}, _methods(classes, name), f"{module}.{name}"
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     # Who names the file runs it

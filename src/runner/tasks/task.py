@@ -34,6 +34,9 @@ class Task:
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
     and of what `predict_step` gave for it, without the axis of the batch.
 
+    An optional `export_inputs(batch)` gives the inputs of the model, tensors (B, ...): one, a tuple, or a dict by the names of its
+    arguments.
+
     Attributes that change while training are saved and restored by optional methods `state_dict()` and `load_state_dict(state)`.
 
     An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
@@ -81,7 +84,11 @@ STEPS = {
 }
 """Methods that a task may have to compute its steps, and what they are called with."""
 
-SHOWS = {"predict_step": ("modules", "batch"), "draw": ("sample", "outputs")}
+SHOWS = {
+    "predict_step": ("modules", "batch"),
+    "draw": ("sample", "outputs"),
+    "export_inputs": ("batch",),
+}
 """Those that it may have to show what the model makes of samples."""
 
 
