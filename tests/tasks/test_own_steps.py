@@ -185,11 +185,10 @@ def test_what_does_not_fit_is_a_sentence(
     refused(words, key, reason)
 
 
-@pytest.mark.parametrize(("verb", "key"), [("predict input=test", "task"), ("export", "export")])
-def test_verbs_that_take_images_alone_say_so(
-    train_once: Callable[..., Any], refused: Callable[..., None], verb: str, key: str
+def test_predicting_without_predict_step_takes_images_alone(
+    train_once: Callable[..., Any], refused: Callable[..., None]
 ) -> None:
-    refused((f"ckpt_path={train_once(*VECTORS, 'epochs=1').directory}",), key, verb=verb)
+    refused((f"ckpt_path={train_once(*VECTORS, 'epochs=1').directory}",), "task", verb="predict input=test")
 
 
 @pytest.mark.extended
