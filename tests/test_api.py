@@ -76,6 +76,7 @@ def test_the_names_and_their_arguments_are_those_that_are_documented() -> None:
     assert {name: " ".join(inspect.signature(getattr(runner, name)).parameters) for name in runner.__all__} == {
         "compose": "overrides config_dir",
         "evaluate": "checkpoint overrides config_dir",
+        "gather": "tensor",
         "load": "checkpoint overrides device config_dir",
         "report": report,
         "runs": "places",

@@ -203,24 +203,24 @@ def test_the_eight_files_to_read_first_are_short() -> None:
 
 
 BUDGET = {
-    ".": 816,
+    ".": 822,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_616,
+    "config": 3_697,
     "data": 7_599,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 654,
-    "engine": 2_972,  # with the step of ranks, which was in distributed
+    "distributed": 726,
+    "engine": 2_986,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 5_977,
+    "lab": 6_049,
     "launch": 967,
     "models": 1_302,
     "optim": 1_268,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_766,
+    "run": 3_782,
     "runtime": 1_313,
     "sweeps": 1_831,
-    "tasks": 770,
+    "tasks": 777,
     "tracking": 1_882,
-    "verbs": 2_201,
+    "verbs": 2_223,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

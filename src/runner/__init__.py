@@ -10,12 +10,13 @@ if TYPE_CHECKING:
     from typing import Any
 
     from runner.api import compose, evaluate, load, train
+    from runner.distributed.gather import gather
     from runner.lab.report.report import report, runs
 else:
     ModuleType = type(sys)
 
 __version__ = "0.1.0"
-__all__ = ["compose", "evaluate", "load", "report", "runs", "train"]
+__all__ = ["compose", "evaluate", "gather", "load", "report", "runs", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from runner.lab.report import report as module
 
         return getattr(module, name)
+    if name == "gather":
+        from runner.distributed.gather import gather
+
+        return gather
     if name in __all__:
         from runner import api
 

@@ -77,9 +77,9 @@ def build_run(
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
-        trial.probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
+        scalars = trial.probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
-    monitor = choose_monitor(config, task)
+    monitor = choose_monitor(config, task, scalars)
 
     # Initial weights, which a checkpoint brings along, and what is frozen
     image = example_input(data)
@@ -113,6 +113,7 @@ def build_run(
         loss=loss,
         length=length,
         monitor=monitor,
+        scalars=scalars,
         state=state,
         step=step,
         toggled=toggled,
@@ -174,7 +175,7 @@ def _train(
     loggers = build_loggers(run, console.warn)
     buffer = MetricsBuffer([console.metrics, *(logger.log for logger in loggers)])
     hardware_metrics = hardware_metrics_of(run)
-    custom = build_callbacks(config, run.task, run.monitor)
+    custom = build_callbacks(config, run.task, run.monitor, run.scalars)
     saving = Saving(run, directory, callbacks=custom, loggers=loggers, buffer=buffer, clock=agreement.clock)
     compiled = run.toggled.reports(console.line)
     state.freezing.report = console.line

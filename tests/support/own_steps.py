@@ -9,6 +9,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
+from runner import gather
+
 
 class Digits(torch.utils.data.Dataset):
     """Digits as vectors (64,), without targets; sample `bad` is not finite."""
@@ -213,6 +215,45 @@ class MeanOverBoxes(CountBoxes):
         counts = torch.tensor([len(boxes) for boxes in batch["boxes"]])
         losses = self.logits(modules, batch).square().sum(1)
         return {"loss": (losses * counts).sum() / counts.sum(), "targets": counts - 1, "outputs": losses[:, None]}
+
+
+class Compared(CountBoxes):
+    """Each sample differs from all others of the batch."""
+
+    def training_step(self, modules, batch):
+        codes = gather(self.logits(modules, batch))
+        return {"loss": F.cross_entropy(codes @ codes.T, torch.arange(len(codes))), "rows": torch.tensor(len(codes))}
+
+
+class ComparedTwice(Compared):
+    """Gathers both views at once, which is a mistake."""
+
+    def training_step(self, modules, batch):
+        return gather(self.logits(modules, batch).repeat(2, 1)).sum()
+
+
+class Measured(MeanOverBoxes):
+    """An evaluation gives further means over the boxes."""
+
+    monitor, mode = "val/first", "max"
+
+    def evaluation_step(self, modules, batch):
+        first = torch.cat([boxes[:, 0] for boxes in batch["boxes"]]).mean()
+        return {**super().evaluation_step(modules, batch), "first": first}
+
+
+class MeasuredAsMetric(Measured):
+    monitor, mode = "val/wrong", "min"
+
+    def evaluation_step(self, modules, batch):
+        found = super().evaluation_step(modules, batch)
+        return {**found, "wrong": found["first"]}
+
+
+class MeasuredAsWeight(Measured):
+    def evaluation_step(self, modules, batch):
+        found = super().evaluation_step(modules, batch)
+        return {**found, "weight": found["first"]}
 
 
 class Vectors(CountBoxes):

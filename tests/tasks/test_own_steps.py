@@ -89,6 +89,40 @@ def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding
         assert other.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], abs=1e-10)
 
 
+def test_a_loss_of_gathered_rows_is_that_of_the_whole_batch_on_any_number_of_ranks(
+    train: Callable[..., Any], run: Callable[..., Any], refused: Callable[..., None]
+) -> None:
+    # Of 67 samples; the last batch of 33 has one, so the other ranks have none.
+    words = (*BOXES, "task._target_=own_steps.Compared", "epochs=1", "dtype=float64", "log.every_steps=1")
+    for size in (10, 33):
+        one, ranks = (train(*words, f"data.batch_size={size}", f"devices={count}") for count in (1, 3))
+        steps = [[row for row in each.metrics if row["split"] == "train"] for each in (one, ranks)]
+        assert [row["rows"] for row in steps[1]] == [row["rows"] for row in steps[0]]
+        assert [row["loss"] for row in steps[1]] == pytest.approx([row["loss"] for row in steps[0]], abs=1e-10)
+        found, weights = (load_file(each.directory / "checkpoints" / "last.safetensors") for each in (ranks, one))
+        torch.testing.assert_close(found["head.weight"], weights["head.weight"], rtol=0, atol=1e-10)
+    refused((*words, "accumulate=2"), "accumulate", "runner.gather")
+    result = run("train", *words, "threads=1", "task._target_=own_steps.ComparedTwice", "devices=2")
+    assert (result.status, "8 here, got 16" in result.err) == (1, True)
+
+
+def test_further_scalars_of_an_evaluation_are_means_and_may_decide_which_one_is_best(
+    train: Callable[..., Any], printed: Any, refused: Callable[..., None]
+) -> None:
+    words = (*BOXES, "task._target_=own_steps.Measured", "dtype=float64", "evaluate.batch_size=7")
+    result, ranks = train(*words), train(*words, "devices=2")
+    assert result.summary["best"]["metric"] == "val/first"
+    seen = printed("eval", f"ckpt_path={result.directory}", "split=val")["metrics"]
+    whole = train(*words, "evaluate.batch_size=96").summary
+    assert result.summary["test"]["first"] == pytest.approx(whole["test"]["first"], abs=1e-9)
+    assert seen["first"] == result.summary["best"]["value"]
+    assert ranks.summary["test"] == result.summary["test"]
+    assert train(*words, "checkpoint.monitor=loss").summary["best"]["metric"] == "val/loss"
+    refused((*words, "checkpoint.monitor=frist"), "checkpoint.monitor", "val/first")
+    refused((*words, "task._target_=own_steps.MeasuredAsMetric"), "task", "other names", "wrong")
+    refused((*words, "task._target_=own_steps.MeasuredAsWeight"), "task", "other names", "weight")
+
+
 def test_an_evaluation_draws_the_same_random_numbers_each_time(train: Callable[..., Any], printed: Any) -> None:
     words = (*VECTORS, "task._target_=own_steps.Noisy", "evaluate.batch_size=4")
     whole, ranks = train(*words), train(*words, "devices=2")
@@ -151,11 +185,10 @@ def test_what_does_not_fit_is_a_sentence(
     refused(words, key, reason)
 
 
-@pytest.mark.parametrize(("verb", "key"), [("predict input=test", "task"), ("export", "export")])
-def test_verbs_that_take_images_alone_say_so(
-    train_once: Callable[..., Any], refused: Callable[..., None], verb: str, key: str
+def test_predicting_without_predict_step_takes_images_alone(
+    train_once: Callable[..., Any], refused: Callable[..., None]
 ) -> None:
-    refused((f"ckpt_path={train_once(*VECTORS, 'epochs=1').directory}",), key, verb=verb)
+    refused((f"ckpt_path={train_once(*VECTORS, 'epochs=1').directory}",), "task", verb="predict input=test")
 
 
 @pytest.mark.extended

@@ -18,7 +18,7 @@ SMOKE = ("threads=1", "logger=none", "log.progress=false", "log.curves=false", "
 PARTS = {
     "model": ("MyNet", "model=my_net", "MyNet, "),
     "data": ("MyImages", "data=my_images", "my_images, 1x16x16, 4 classes"),
-    "task": ("MyTask", "task=my_task", "balanced_accuracy"),
+    "task": ("MyTask", "task=my_task.py", "my_task"),
     "callback": ("MyCallback", "callbacks=my_callback", "weight_norm"),
 }
 
@@ -27,7 +27,7 @@ PARTS = {
 def own(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A scratch folder, importable as `python -m` has it."""
     monkeypatch.syspath_prepend(str(workdir))
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_package", "mine")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("my_package", "mine", "my_task")]:
         monkeypatch.delitem(sys.modules, name)
     return workdir
 

@@ -41,8 +41,8 @@ def evaluate(
     Args:
         model: the model.
         source: the split.
-        evaluation: the data of a batch -> `outputs` and `targets` for the metrics, and perhaps `loss`, the scalar mean over
-            the samples, or over what `weight` counts.
+        evaluation: the data of a batch -> `outputs` and `targets` for the metrics, and further scalars such as `loss`, each
+            the mean over the samples, or over what `weight` counts.
         loss: a module that the evaluation calls beside the model.
         metrics: fresh metrics by name, on the model's device; afterwards they contain the whole split.
         autocast: context manager for the forward pass.
@@ -50,7 +50,7 @@ def evaluate(
         interrupted: called before every batch; True raises `Interrupted`.
 
     Returns:
-        `loss` and every metric with a scalar value, as floats.
+        The mean of each scalar, and every metric with a scalar value, as floats.
     """
     batches = math.ceil(source.samples / source.batch_size)
     batches = batches if limit is None else min(batches, limit)
@@ -77,6 +77,7 @@ def evaluate(
             seed(place)  # torch.manual_seed takes a stack trace while no GPU is in use
             with autocast():
                 found = evaluation(batch.data)
+            means = {name: value for name, value in found.items() if name not in NO_MEANS}
             # A copy, because a metric may keep it, and a CUDA graph reuses the memory of its output.
             if metrics and "outputs" not in found:
                 raise BadMetric(f"the evaluation gives no outputs for {', '.join(metrics)}", "outputs and targets")
@@ -87,16 +88,17 @@ def evaluate(
             )
             # The repeated batch of such a rank counts for nothing
             if number < own_batches:
-                parts.add(
-                    place, found.get("weight", len(batch.indices)), found.get("loss"), outputs, found.get("targets")
-                )
+                parts.add(place, found.get("weight", len(batch.indices)), means, outputs, found.get("targets"))
         reshard(model)
         # Only here do the ranks exchange what they found
         return parts.values(next((weight.device for weight in model.parameters()), torch.device("cpu")))
 
 
+NO_MEANS = ("outputs", "targets", "weight")  # the other values of an evaluation are means over the batch
+
+
 class _Parts:
-    """The contributions of the batches of an evaluation to its loss and metrics.
+    """The contributions of the batches of an evaluation to its means and metrics.
 
     One process adds them up as they come. Several ranks keep those of each batch, exchange them once at the end, and add them
     up in the order of the batches: every rank gets the numbers of a single process, to the last bit. Of a metric whose states
@@ -105,16 +107,18 @@ class _Parts:
 
     def __init__(self, metrics: Mapping[str, Metric], ranks: World) -> None:
         self._metrics, self._ranks = metrics, ranks
-        self._total: Tensor | None = None
+        self._totals: dict[str, Tensor] = {}
         self._samples: Any = 0
-        self._kept: list[tuple[int, Any, Tensor | None, dict[str, Any], Any]] = []
+        self._kept: list[tuple[int, Any, dict[str, Tensor], dict[str, Any], Any]] = []
         self._merges = {name: merges(metric) for name, metric in metrics.items()} if ranks.size > 1 else {}
         self.interrupted = False
 
-    def add(self, number: int, size: Any, loss: Tensor | None, outputs: Any, targets: Any) -> None:
-        """Add batch `number` of `size` samples, or what else the mean is over, with its mean loss, if it has one."""
+    def add(self, number: int, size: Any, means: Mapping[str, Tensor], outputs: Any, targets: Any) -> None:
+        """Add batch `number` of `size` samples, or what else its means are over."""
         # Sums over many batches lose digits in float32; MPS has no float64
-        wide = None if loss is None else (loss.double() if loss.device.type != "mps" else loss.float()) * size
+        wide = {
+            name: (mean.double() if mean.device.type != "mps" else mean.float()) * size for name, mean in means.items()
+        }
         if self._ranks.size == 1:
             self._add(wide, size)
             for metric in self._metrics.values():
@@ -134,20 +138,24 @@ class _Parts:
         whole = (outputs, targets) if None in self._merges.values() else None
         self._kept.append((number, size, wide, states, whole))
 
-    def _add(self, loss: Tensor | None, samples: Any) -> None:
+    def _add(self, sums: Mapping[str, Tensor], samples: Any) -> None:
+        if self._totals and sums.keys() != self._totals.keys():
+            problem = f"the evaluation gives {', '.join(self._totals)} for one batch and {', '.join(sums)} for another"
+            raise BadMetric(problem, "the same scalars for every batch")
         self._samples += samples
-        if loss is not None:
-            self._total = loss if self._total is None else self._total + loss
+        self._totals = {
+            name: self._totals[name] + value if name in self._totals else value for name, value in sums.items()
+        }
 
     def values(self, device: torch.device) -> dict[str, float]:
-        """`loss` and the metrics with a scalar value."""
+        """The means, and the metrics with a scalar value."""
         if self._ranks.size > 1:
             self._exchange(device)
         if not self._samples:
             raise BadMetric("there is no sample, or the weight of every batch is 0", "targets that count")
         values = {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
         scalars = {name: value for name, value in values.items() if value is not None}
-        return ({} if self._total is None else {"loss": float(self._total) / float(self._samples)}) | scalars
+        return {name: float(total) / float(self._samples) for name, total in self._totals.items()} | scalars
 
     def _exchange(self, device: torch.device) -> None:
         found = self._ranks.gather((self.interrupted, list(self._metrics), tensors_moved(self._kept, "cpu")))
@@ -161,8 +169,8 @@ class _Parts:
         # Sums of floats depend on their order, so it is that of a single process.
         everything = sorted((part for _, _, parts in found for part in parts), key=lambda part: part[0])
         everything = tensors_moved(everything, device)
-        for _, size, loss, _, _ in everything:
-            self._add(loss, size)
+        for _, size, sums, _, _ in everything:
+            self._add(sums, size)
         for name, ways in self._merges.items() if everything else ():
             metric: Any = self._metrics[name]
             metric.distributed_available_fn = lambda: False  # or it would exchange its states once more

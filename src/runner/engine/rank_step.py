@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from runner.distributed.batchnorm import GlobalBatchNorm, set_rows
+from runner.distributed.gather import training_on
 from runner.distributed.sharding import is_sharded
 from runner.distributed.world import rows, world
 from runner.engine.protocols import Batch
@@ -49,7 +50,7 @@ class RankStep(Step):
 
     def __call__(self, batch: Batch, share: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `Step`."""
-        with _own_part(self.state, batch, samples) as (count, scale):
+        with _own_part(self.state, batch, share, samples) as (count, share):
             set_rows(self._norms, (count, samples))
             try:
                 trained = tuple(parameter.requires_grad for parameter in self.state.model.parameters())
@@ -61,7 +62,7 @@ class RankStep(Step):
                     self._build(batch)
                 # Inside a window, gradients only add up: ranks exchange them once, at its end
                 with contextlib.nullcontext() if update else self._no_sync():
-                    self.accumulate(batch, share * scale, count)
+                    self.accumulate(batch, share, count)
                 if update:
                     self.update()
             finally:
@@ -107,9 +108,11 @@ class RankWindowStep(WindowStep):
 
     def __call__(self, batch: Batch, share: float, samples: int, *, update: bool) -> None:
         """Train on this rank's rows of a batch of `samples`, see `Step`."""
-        with _own_part(self.state, batch, samples) as (count, scale):
+        with _own_part(self.state, batch, share, samples) as (count, share):
             world().copy_first(self.state.loss.buffers())
-            super().__call__(batch, share * scale, count, update=update)
+            self.accumulate(batch, share, count)
+            if update:
+                self.update()
 
     def combine(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Average the gradients over the ranks, which backward has not done, and see `Step`."""
@@ -133,14 +136,14 @@ class _Learner(nn.Module):
 
 
 @contextlib.contextmanager
-def _own_part(state: TrainState, batch: Batch, samples: int) -> Iterator[tuple[int, float]]:
-    """Around a step: this rank's number of rows, and the factor that makes the average over the ranks one over samples."""
+def _own_part(state: TrainState, batch: Batch, share: float, samples: int) -> Iterator[tuple[int, float]]:
+    """Around a step: this rank's number of rows, and its share, with which the average over the ranks is one over samples."""
     rank, size, at = world().rank, world().size, state.position
     own = rows(samples, rank, size)
     count = own.stop - own.start
     # Random numbers depend on position and rank, so a resume draws the same ones
-    with own_draws(at.epoch, at.batch, rank, batch.indices.device):
-        yield count, count * size / samples
+    with own_draws(at.epoch, at.batch, rank, batch.indices.device), training_on(samples, whole=share == 1.0):
+        yield count, share * (count * size / samples)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.distributed.gather import training_on
 from runner.distributed.sharding import local, whole
 from runner.distributed.world import world
 from runner.engine.nonfinite import NonFiniteGuard
@@ -18,6 +19,7 @@ from runner.engine.protocols import Batch
 from runner.engine.state import Optimizers, TrainState
 
 _Window = list[tuple[Batch, float, int]]
+_WHOLE = contextlib.nullcontext()  # a batch that is the whole of an optimizer step
 _SMALLEST = 1e-3  # lower bound of a unit's weight norm, so that a unit that starts at zero can grow
 
 
@@ -101,9 +103,10 @@ class Step:
 
     def __call__(self, batch: Batch, share: float, samples: int, *, update: bool) -> None:
         """Train on a batch that is on the device; for `share`, `samples` and `update` see `EpochPlan.parts`."""
-        self.accumulate(batch, share, samples)
-        if update:
-            self.update()
+        with _WHOLE if share == 1.0 else training_on(samples, whole=False):
+            self.accumulate(batch, share, samples)
+            if update:
+                self.update()
 
     def accumulate(self, batch: Batch, share: float, samples: int) -> None:
         """Add a batch's share of the gradients."""

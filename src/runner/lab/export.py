@@ -1,7 +1,7 @@
 """`export`: write a checkpoint in other formats, compare each with the model, and describe the files.
 
 Each format writes a model to a file, reads the file back as its users would, and gives the loaded model. It gets the model on the
-CPU, in float32 and evaluation mode, and takes any batch size.
+CPU, in float32 and evaluation mode, and takes any batch size. Inputs are tensors (B, ...) by name.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import inspect
 import io
 import logging
 import math
@@ -30,6 +31,7 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.run import from_checkpoint
+from runner.run.finetune import explaining
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
@@ -37,7 +39,8 @@ from runner.tasks.task import Task
 from runner.tracking.environment import versions
 from runner.tracking.verb_report import Report
 
-INPUT, OUTPUT = "images", "outputs"
+INPUT, OUTPUT = "images", "outputs"  # of a model of images; others have those of their arguments and results
+Inputs = dict[str, Tensor]
 _INLINE_BYTES = 2**30  # larger weights go beside an ONNX file, which is a message of at most 2 GiB
 _EXAMPLES = 2  # traced samples: torch.export takes a batch of 1 for a constant size
 
@@ -59,7 +62,7 @@ class _Normalizing(nn.Module):
         return outputs
 
 
-def _safetensors(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
+def _safetensors(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
     from safetensors.torch import load_file, save
 
     # Clones, because the format refuses tied weights, which share memory.
@@ -72,20 +75,24 @@ def _safetensors(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     return again
 
 
-def _torch_export(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
+def _torch_export(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
     content = io.BytesIO()  # torch's own writer ends the process where a disk is full
     torch.export.save(_exported(model, example), content)
     path.write_bytes(content.getbuffer())
     return torch.export.load(path).module()
 
 
-def _exported(model: nn.Module, example: Tensor) -> torch.export.ExportedProgram:
-    return torch.export.export(model, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+def _exported(model: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
+    batch = {0: torch.export.Dim("batch")}
+    return torch.export.export(model, tuple(example.values()), dynamic_shapes=(batch,) * len(example))
 
 
-def _onnx(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
+def _onnx(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
-    names: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT], "dynamic_shapes": ({0: "batch"},)}
+    with torch.inference_mode():
+        outputs = [*_outputs(model(*example.values()), _EXAMPLES)]
+    names: dict[str, Any] = {"input_names": [*example], "output_names": outputs}
+    names["dynamic_shapes"] = ({0: "batch"}, *[None] * (len(example) - 1))  # the others have the same axis
     with _quiet():
         program = _exported(model, example)
         torch.onnx.export(program, (), path, **names, external_data=size > _INLINE_BYTES, verbose=False)
@@ -110,7 +117,7 @@ def _quiet() -> Iterator[None]:
 
 
 class _OnnxModel(nn.Module):
-    """An ONNX model in onnxruntime, on as many threads as torch has: images (B, C, H, W) to outputs (B, K), on the CPU."""
+    """An ONNX model in onnxruntime, on as many threads as torch has, on the CPU; it gives its outputs by name."""
 
     def __init__(self, path: Path) -> None:
         import onnxruntime
@@ -121,16 +128,19 @@ class _OnnxModel(nn.Module):
         options.log_severity_level = 3  # errors; users cannot change the graphs that warnings are about
         self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
-    def forward(self, images: Tensor) -> Tensor:
-        outputs: Any = self._session.run([OUTPUT], {INPUT: images.contiguous().numpy()})[0]
-        return torch.from_numpy(outputs)
+    def forward(self, *inputs: Tensor) -> dict[str, Tensor]:
+        fed = zip((each.name for each in self._session.get_inputs()), inputs, strict=True)
+        found: Any = self._session.run(None, {name: value.contiguous().numpy() for name, value in fed})
+        names = [each.name for each in self._session.get_outputs()]
+        return {name: torch.from_numpy(value) for name, value in zip(names, found, strict=True)}
 
 
-def _torchscript(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
+def _torchscript(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
     with _quiet():
         # The comparison at several batch sizes resolves a tracer's doubts about Python values.
         warnings.simplefilter("ignore", torch.jit._trace.TracerWarning)
-        traced: Any = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
+        inputs = tuple(example.values())
+        traced: Any = torch.jit.trace(model, inputs, check_trace=False, strict=False)  # type: ignore[no-untyped-call]
         content = io.BytesIO()
         torch.jit.save(traced, content)
         path.write_bytes(content.getbuffer())
@@ -138,7 +148,7 @@ def _torchscript(model: nn.Module, example: Tensor, path: Path) -> nn.Module:
     return loaded
 
 
-FORMATS: dict[str, tuple[str, Callable[[nn.Module, Tensor, Path], nn.Module]]] = {
+FORMATS: dict[str, tuple[str, Callable[[nn.Module, Inputs, Path], nn.Module]]] = {
     "safetensors": ("model.safetensors", _safetensors),
     "torch_export": ("model.pt2", _torch_export),
     "onnx": ("model.onnx", _onnx),
@@ -166,14 +176,18 @@ def run(composition: Composition) -> float:
     task, modules = resolved.restore_model(data, _CPU)
     # Exported models predict only
     model = model_of(modules).requires_grad_(False)
-    if config.data.images is not None:
-        data = _facts_of_samples(resolved)
-    # Noise as the exported model takes it: float32 and normalised, or uint8
-    generator = torch.Generator().manual_seed(config.seed)
-    shape = (max(2, *config.batch_sizes), data.channels, *data.image_size)
-    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    if not config.include_preprocessing:
-        images = resolved.input_pipeline(_CPU)(images, torch.arange(len(images)), 0)
+    samples = max(_EXAMPLES, *config.batch_sizes)
+    image, inputs = _inputs_of_samples(resolved, task, model) if config.data.images is not None else (data, {})
+    if inputs:
+        inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
+    else:
+        # Noise as the exported model takes it: float32 and normalised, or uint8
+        generator = torch.Generator().manual_seed(config.seed)
+        shape = (samples, image.channels, *image.image_size)
+        images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        if not config.include_preprocessing:
+            images = resolved.input_pipeline(_CPU)(images, torch.arange(samples), 0)
+        inputs = {INPUT: images}
     if "torchscript" in chosen:
         report.warn("torch deprecates TorchScript; torch_export replaces it")
     if config.include_preprocessing and config.transform.eval:
@@ -183,16 +197,13 @@ def run(composition: Composition) -> float:
     if config.include_preprocessing:
         exported = _Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
     with torch.inference_mode():
-        outputs = exported(images)
-    if not isinstance(outputs, Tensor):
-        problem = f"returns {type(outputs).__name__}; only models that return one tensor can be exported"
-        raise UserError("model", problem, "a model that returns a tensor")
+        outputs = _outputs(exported(*inputs.values()), samples)
     run_directory = from_checkpoint.run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
     files, compared = dict[str, dict[str, Any]](), list[dict[str, Any]]()
     # Several batch sizes, because an export may fix the one that it was traced with
-    batches = [images[:size] for size in config.batch_sizes]
+    batches = [{name: each[:size] for name, each in inputs.items()} for size in config.batch_sizes]
     with report.counting("export", len(chosen)) as begin:
         for name in chosen:
             begin(name)
@@ -200,12 +211,13 @@ def run(composition: Composition) -> float:
             with _write_complete(folder / FORMATS[name][0], config.output is not None) as path:
                 # Exporters can raise anything for a model that they cannot express
                 with blame("format", f"{name} cannot express this model", "another format", OSError), torch.no_grad():
-                    loaded = FORMATS[name][1](exported, images[:1].repeat(_EXAMPLES, 1, 1, 1), path)
+                    example = {key: _repeated(each[:1], _EXAMPLES) for key, each in inputs.items()}
+                    loaded = FORMATS[name][1](exported, example, path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
             compared += _compare(name, exported, loaded, batches)
-    record = _description(resolved, task, data, images, outputs)
+    record = _description(resolved, task, image, inputs, outputs)
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=config.output is not None)
@@ -228,30 +240,84 @@ def run(composition: Composition) -> float:
 
 
 @torch.inference_mode()
-def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Tensor]) -> list[dict[str, Any]]:
+def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Inputs]) -> list[dict[str, Any]]:
     """Outputs of an exported model beside those of the model itself, at each batch size."""
-    found = list[dict[str, Any]]()
-    for images in batches:
-        expected, got = model(images).double(), exported(images).double()
-        difference = float((expected - got).abs().max()) if expected.shape == got.shape else math.inf
-        share = difference / max(1.0, float(expected.abs().max()))  # of the largest output, or of 1 if that is larger
-        found.append({"format": name, "batch_size": len(images), "max_abs": difference, "max_rel": share})
+    rows = list[dict[str, Any]]()
+    for inputs in batches:
+        size = len(next(iter(inputs.values())))
+        expected, got = (_outputs(each(*inputs.values()), size) for each in (model, exported))
+        found = {"max_abs": 0.0, "max_rel": 0.0}
+        for key, own in expected.items():
+            own, other = own.double(), got[key].double() if key in got else torch.empty(0)
+            difference = float((own - other).abs().max()) if own.shape == other.shape else math.inf
+            share = difference / max(1.0, float(own.abs().max()))  # of the largest output, or of 1 if that is larger
+            # NaN is worse than any number
+            worse = {"max_abs": difference, "max_rel": share}
+            found = {each: worse[each] if not worse[each] <= found[each] else found[each] for each in found}
+        rows.append({"format": name, "batch_size": size, **found})
+    return rows
+
+
+def _outputs(given: Any, samples: int) -> dict[str, Tensor]:
+    """The tensors that a model returns for a batch, by name: `outputs` if it is one.
+
+    Raises `UserError` if it returns anything but tensors with a row for each sample.
+    """
+    if isinstance(given, Mapping):
+        found = {str(name): value for name, value in given.items()}
+    else:
+        several = isinstance(given, tuple | list)
+        found = {f"{OUTPUT}_{place}": value for place, value in enumerate(given)} if several else {OUTPUT: given}
+    for name, value in found.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
+            got = f"{type(value).__name__} {tuple(value.shape) if isinstance(value, Tensor) else ''}"
+            problem = f"returns {got.strip()} as {name} for {samples} samples"
+            allowed = "a model that returns a tensor (B, ...), or a dict or tuple of them"
+            raise UserError("model", problem, allowed)
     return found
 
 
-def _facts_of_samples(resolved: ResolvedCheckpoint[Export]) -> DataFacts:
-    """What is known of the image of samples of any kind, of which the first are read."""
-    names = resolved.config.data.images or []
+def _repeated(tensor: Tensor, samples: int) -> Tensor:
+    return tensor[torch.arange(samples) % len(tensor)]
+
+
+def _inputs_of_samples(resolved: ResolvedCheckpoint[Export], task: Any, model: nn.Module) -> tuple[DataFacts, Inputs]:
+    """What is known of the image of samples of any kind, or the model's inputs if they are not one image, of a batch.
+
+    The task's `export_inputs(batch)` says what they are; otherwise they are the field of the images, or what the model's
+    `forward` names of the batch.
+    """
     with contextlib.closing(resolved.data(_CPU)) as splits:
         data: Any = splits.evaluated_batch().data
-    fields = [data[name if isinstance(data, Mapping) else int(name)] for name in names]
-    if len(fields) != 1 or not isinstance(fields[0], Tensor):
-        kinds = ", ".join(type(field).__name__ for field in fields)
-        problem = f"needs a model of one tensor (B, C, H, W), and data.images={names} gives this one a {kinds}"
-        allowed = "predict for what it predicts, or runner.load(RUN) in Python for the model, such as a detector"
-        raise UserError("export", problem, allowed)
-    channels, height, width = fields[0].shape[1:]
-    return DataFacts(resolved.classes, channels, (height, width))
+    names, own = resolved.config.data.images or [], inspect.signature(model.forward).parameters
+    if given := callable(getattr(task, "export_inputs", None)):
+        with explaining("task", "its export_inputs cannot take a batch: "):
+            data = task.export_inputs(data)
+    elif len(names) == 1:
+        field = data if isinstance(data, Tensor) else data[names[0] if isinstance(data, Mapping) else int(names[0])]
+        if isinstance(field, Tensor) and field.ndim == 4:
+            channels, height, width = field.shape[1:]
+            return DataFacts(resolved.classes, channels, (height, width)), {}
+    if isinstance(data, Mapping):
+        found = {name: data[name] for name in own if name in data}
+    else:
+        values = tuple(data) if isinstance(data, tuple | list) else (data,)
+        # Of what else there is in a batch, such as targets, a model takes nothing
+        taken = len(values) if given else sum(each.default is each.empty for each in own.values())
+        found = dict(zip(own, values[:taken], strict=False))
+    missing = [name for name, each in own.items() if each.default is each.empty and name not in found]
+    others = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    if resolved.config.include_preprocessing:
+        raise UserError(
+            "include_preprocessing", "is true, and the model does not take one field of images alone", "false"
+        )
+    if missing or others:
+        problem = f"cannot tell the inputs of {type(model).__name__}: forward takes {', '.join(own)}, and a batch has "
+        kinds = data.items() if isinstance(data, Mapping) else found.items()
+        problem += ", ".join(f"{type(value).__name__} {name}" for name, value in kinds) or f"a {type(data).__name__}"
+        allowed = "export_inputs(batch) of the task, which gives tensors (B, ...): one, a tuple, or a dict by the names of forward"
+        raise UserError("task", problem, allowed)
+    return DataFacts(resolved.classes, 0, (0, 0)), {name: found[name] for name in own if name in found}
 
 
 @contextlib.contextmanager
@@ -266,30 +332,25 @@ def _write_complete(path: Path, named: bool) -> Iterator[Path]:
 
 
 def _description(
-    resolved: ResolvedCheckpoint[Export], task: Task, data: DataFacts, images: Tensor, outputs: Tensor
+    resolved: ResolvedCheckpoint[Export], task: Task, image: DataFacts, inputs: Inputs, outputs: Inputs
 ) -> dict[str, Any]:
     """What the programs that use the files have to know."""
     config = resolved.config
     included, normalize = config.include_preprocessing, config.data.normalize
-    return {
-        **resolved.record(),
-        "weights_sha256": weights_sha256(resolved.weights[0]),
-        "model": str(config.model["_target_"]),
-        "task": str(config.task["_target_"]),
-        "classes": from_checkpoint.unique_names(resolved.classes),
-        "input": {
-            "name": INPUT,
-            "shape": ["batch", *images.shape[1:]],
-            "dtype": str(images.dtype).removeprefix("torch."),
+
+    def described(name: str, tensor: Tensor) -> dict[str, Any]:
+        return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
+
+    taken, given = ([described(*each) for each in tensors.items()] for tensors in (inputs, outputs))
+    preprocessing = None
+    if image.channels:
+        taken[0] |= {
             "values": "pixels from 0 to 255" if included else "normalised pixels, see preprocessing",
             "layout": "NCHW",
-        },
-        "output": {"name": OUTPUT, "shape": ["batch", *outputs.shape[1:]], "dtype": "float32"},
-        "activation": from_checkpoint.activation_of(task),
-        "threshold": getattr(task, "threshold", None),
-        "preprocessing": {
-            "colours": {3: "RGB", 1: "grey"}.get(data.channels, f"{data.channels} channels"),
-            "image_size": list(data.image_size),
+        }
+        preprocessing = {
+            "colours": {3: "RGB", 1: "grey"}.get(image.channels, f"{image.channels} channels"),
+            "image_size": list(image.image_size),
             "data": config.data.dataset,
             "sample_eval": config.transform.sample_eval,
             "eval": config.transform.eval,
@@ -297,5 +358,16 @@ def _description(
             "mean": normalize.mean,
             "std": normalize.std,
             "normalization_in_the_model": included,
-        },
+        }
+    return {
+        **resolved.record(),
+        "weights_sha256": weights_sha256(resolved.weights[0]),
+        "model": str(config.model["_target_"]),
+        "task": str(config.task["_target_"]),
+        "classes": from_checkpoint.unique_names(resolved.classes),
+        "input": taken[0] if len(taken) == 1 else taken,
+        "output": given[0] if len(given) == 1 else given,
+        "activation": from_checkpoint.activation_of(task),
+        "threshold": getattr(task, "threshold", None),
+        "preprocessing": preprocessing,
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,16 +27,18 @@ class Monitor(NamedTuple):
     mode: str  # whether the `min` or the `max` of it is best
 
 
-def choose_monitor(config: Train, task: Task) -> Monitor:
+def choose_monitor(config: Train, task: Task, scalars: Sequence[str] = ()) -> Monitor:
     """The metric that decides which evaluation is best; none, if neither the config nor the task names one.
+
+    `scalars` are those that the task's evaluation gives beside its metrics.
 
     Raises `UserError` if there is no such metric, or neither it nor the config says which of its values are better.
     """
     if (own := task.monitor) is None and config.checkpoint.monitor is None:
         return Monitor("", "min")
     named = config.checkpoint.monitor or own.replace("val/", f"val/{prefix(averaging(config))}", 1)
-    metric = _full_name("checkpoint.monitor", named, config, task)
-    return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task))
+    metric = _full_name("checkpoint.monitor", named, config, task, scalars)
+    return Monitor(metric, config.checkpoint.mode or better("checkpoint.mode", metric, config, task, scalars))
 
 
 def expected_monitor(config: Train) -> Monitor:
@@ -62,9 +64,9 @@ def averaging(config: Train) -> Kind | None:
     return "ema" if config.ema is not None else "swa" if config.swa is not None else None
 
 
-def _full_name(key: str, name: str, config: Train, task: Task) -> str:
+def _full_name(key: str, name: str, config: Train, task: Task, scalars: Sequence[str]) -> str:
     """The full name of a metric of the validation split."""
-    own = [f"val/{metric}" for metric in ("loss", *metric_names(config, task))]
+    own = [f"val/{metric}" for metric in dict.fromkeys(("loss", *metric_names(config, task), *scalars))]
     start = f"val/{prefix(averaging(config))}"
     allowed = [*own, *(metric.replace("val/", start, 1) for metric in own if start != "val/")]
     name = name if "/" in name else f"val/{name}"
@@ -78,16 +80,17 @@ def metric_names(config: Train, task: Task) -> list[str]:
     return list(dict.fromkeys([*task.metric_names(), *(config.metrics or {})]))
 
 
-def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "max"]:
+def better(key: str, name: str, config: Train, task: Task, scalars: Sequence[str] = ()) -> Literal["min", "max"]:
     """Whether the `min` or the `max` of a metric, by its full name, is best; `key` is what to set if it is not known."""
-    names = {"loss", *metric_names(config, task)}
+    metrics = metric_names(config, task)
+    names = {"loss", *metrics, *scalars}
     plain = name.removeprefix("val/")
     # A metric of the average is named after the one of the weights, and as good in the same direction
     plain = plain if plain in names else plain.removeprefix(prefix(averaging(config)))
     if f"val/{plain}" == task.monitor and plain not in (config.metrics or {}):
         return task.mode
     # Building a metric may import torchmetrics, which takes two seconds: only where nothing else says it.
-    metric = build_metrics(config, task, torch.device("cpu"))[plain] if plain != "loss" else None
+    metric = build_metrics(config, task, torch.device("cpu"))[plain] if plain in metrics else None
     higher = getattr(metric, "higher_is_better", None)
     if isinstance(higher, bool):
         return "max" if higher else "min"
@@ -100,18 +103,18 @@ def better(key: str, name: str, config: Train, task: Task) -> Literal["min", "ma
     raise UserError(key, f"whether small or large values of '{name}' are better is not known", allowed)
 
 
-def build_callbacks(config: Train, task: Task, monitor: Monitor) -> dict[str, Any]:
+def build_callbacks(config: Train, task: Task, monitor: Monitor, scalars: Sequence[str] = ()) -> dict[str, Any]:
     """Build the callbacks of the config by name; one that names no metric watches that of the best evaluation."""
     built = {}
     for name, node in config.callbacks.items():
         # The metric of the best evaluation and its direction are facts that a callback may take as arguments
         facts = {"monitor": monitor.metric, "mode": monitor.mode}
         if node.get("monitor") is not None and (stops_early(node) or names_argument(node, "mode")):
-            watched = _full_name(f"callbacks.{name}.monitor", str(node["monitor"]), config, task)
+            watched = _full_name(f"callbacks.{name}.monitor", str(node["monitor"]), config, task, scalars)
             node = node | {"monitor": watched}
             # Another metric may be better in the other direction.
             if node.get("mode") is None and watched != monitor.metric:
-                facts["mode"] = better(f"callbacks.{name}.mode", watched, config, task)
+                facts["mode"] = better(f"callbacks.{name}.mode", watched, config, task, scalars)
         elif not monitor.metric and (stops_early(node) or names_argument(node, "monitor")):
             raise UserError(f"callbacks.{name}.monitor", "is null, and the task names no metric", "such as val/loss")
         built[name] = build(f"callbacks.{name}", node, facts=facts)

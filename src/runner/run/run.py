@@ -103,6 +103,7 @@ class Run:
     loss: nn.Module  # (logits, targets) -> scalar mean over the samples
     length: RunLength  # epochs and steps
     monitor: Monitor  # the metric that decides which evaluation is best
+    scalars: list[str]  # what an evaluation gives beside the metrics
     state: TrainState  # what training changes and a checkpoint stores: model, optimizer, schedule, averages
     step: Step  # trains on a batch
     toggled: Toggled  # compilation and activation checkpointing

@@ -78,27 +78,35 @@ class TaskSteps:
         if not _has(self._task, "evaluation_step"):
             return self._supervised.evaluated(data)
         found: Any = self._task.evaluation_step(self.modules, data)
-        if not isinstance(found, Mapping) or not found.keys() <= {"loss", "outputs", "targets"}:
-            given = ", ".join(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
-            problem = f"its evaluation_step gives {given or 'nothing'}"
-            raise UserError("task", problem, "a dict of loss, outputs and targets, or of some of them")
-        if "loss" in found:
-            _loss_and_terms({"loss": found["loss"]}, "evaluation_step")
+        if not isinstance(found, Mapping):
+            problem = f"its evaluation_step gives a {type(found).__name__}"
+            raise UserError(
+                "task", problem, "a dict of loss, outputs and targets, or of some of them, and of further scalars"
+            )
+        means = {name: value for name, value in found.items() if name not in ("outputs", "targets")}
+        checked = _scalars(means, "evaluation_step", ("weight", *self._task.metric_names()))
+        if "loss" in means:
+            checked["loss"] = scalar("task", "its evaluation_step gives", means["loss"])
         counted = {"weight": self._task.weight(data)} if _has(self._task, "weight") else {}
-        return {**counted, **found}
+        return {**counted, **found, **checked}
 
 
 def _loss_and_terms(given: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss that a step gives, which must be a tensor without dimensions, and the further scalars if it is a dict."""
-    loss, terms = given, dict[str, Tensor]()
-    if isinstance(given, Mapping):
-        loss = given.get("loss")
-        terms = {name: torch.as_tensor(value).detach() for name, value in given.items() if name != "loss"}
-    for name, value in terms.items():
-        if value.ndim or name in _RESERVED:
+    if not isinstance(given, Mapping):
+        return scalar("task", f"its {step} gives", given), {}
+    terms = {name: value.detach() for name, value in _scalars(given, step).items()}
+    return scalar("task", f"its {step} gives", given.get("loss")), terms
+
+
+def _scalars(given: Mapping[str, Any], step: str, taken: Sequence[str] = ()) -> dict[str, Tensor]:
+    """The further scalars beside the loss, which have no name that is reserved or taken."""
+    found = {name: torch.as_tensor(value) for name, value in given.items() if name != "loss"}
+    for name, value in found.items():
+        if value.ndim or name in (*_RESERVED, *taken):
             problem = f"its {step} gives '{name}' of shape {tuple(value.shape)}"
-            raise UserError("task", problem, f"scalars of other names than {', '.join(_RESERVED)}")
-    return scalar("task", f"its {step} gives", loss), terms
+            raise UserError("task", problem, f"scalars of other names than {', '.join((*_RESERVED, *taken))}")
+    return found
 
 
 def scalar(key: str, gives: str, loss: Any) -> Tensor:

@@ -17,6 +17,7 @@ from runner.config.schema.train import Train
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
 from runner.engine.errors import is_out_of_memory
+from runner.engine.evaluation import NO_MEANS
 from runner.engine.freezing import Freezing
 from runner.engine.plan import EpochPlan
 from runner.instrument.nested import tensors_in
@@ -45,24 +46,26 @@ _CGROUPS = (
 )
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> None:
+def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> list[str]:
     """Evaluate a sample, and compute the gradients of two as in training.
 
     Weights, buffers, gradients, modes and random generators are left as they are. `evaluates` says whether the run evaluates
-    at all.
+    at all. Returns the names of the scalars that an evaluation gives.
     """
+    scalars = list[str]()
     steps: Any = steps_of(task, model, loss)
     own = not data.pairs or isinstance(steps, TaskSteps)
     if not own:
         _evaluate(task, model, loss, data)
     elif evaluates:
-        _evaluate_own(task, steps, model, loss, data)
+        scalars = _evaluate_own(task, steps, model, loss, data)
     with _training(model, loss):
         # A loss is dropped before the next one is computed, as in training
         losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data)
         trained = [_backward(value, "task" if own else "model") for value in losses]
         if trained and not any(trained):
             _refuse_without_gradient("task" if own else "loss", model)
+    return scalars
 
 
 def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
@@ -82,8 +85,8 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
         scalar("loss", "gives", loss(logits, task.targets(data.example[1])))
 
 
-def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
-    """Evaluate a few samples of any kind."""
+def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> list[str]:
+    """Evaluate a few samples of any kind; returns the names of the scalars."""
     allowed = "" if hasattr(task, "evaluation_step") else _EVALUATES
     batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
     if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
@@ -94,6 +97,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
         of = "the monitored metric val/loss" if lacks[0] == "loss" else "its metrics"
         raise UserError("task", f"its evaluation_step gives no {lacks[0]}, which {of} needs", f"{lacks[0]} in the dict")
+    return [name for name in found if name not in NO_MEANS]
 
 
 def _own_losses(task: Task, steps: Any, data: DataModule) -> Iterator[Tensor]:

@@ -23,16 +23,19 @@ class Task:
 
     By default, a batch is a pair of inputs and targets, and the loss is that of the config. A task with a step of its own
     defines `training_step(modules, batch)`, which returns the mean loss of the batch, or a dict with `loss` and further
-    scalars to log, and `evaluation_step(modules, batch)`, which returns a dict of `outputs` and `targets` for the metrics, and
-    perhaps `loss`. An optional method `weight(batch)` says what the mean is over, such as the number of valid pixels; without
-    it, it is over the samples. An optional `after_step(modules)` is called at the end of each step, without gradients, for
-    example to move a teacher towards the student. `modules` are the modules by name: `model`, `loss`, and what an optional method
-    `modules(model, loss)` adds; `batch` is what `data.collate`, or an optional static method `collate(samples)` of the task,
-    has made of samples.
+    scalars to log, and `evaluation_step(modules, batch)`, which returns a dict of `outputs` and `targets` for the metrics,
+    and of `loss` and further scalars that are means over the batch. An optional method `weight(batch)` says what the mean is
+    over, such as the number of valid pixels; without it, it is over the samples. An optional `after_step(modules)` is called
+    at the end of each step, without gradients, for example to move a teacher towards the student. `modules` are the modules
+    by name: `model`, `loss`, and what an optional method `modules(model, loss)` adds; `batch` is what `data.collate`, or an
+    optional static method `collate(samples)` of the task, has made of samples.
 
     An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
     and of what `predict_step` gave for it, without the axis of the batch.
+
+    An optional `export_inputs(batch)` gives the inputs of the model, tensors (B, ...): one, a tuple, or a dict by the names of its
+    arguments.
 
     Attributes that change while training are saved and restored by optional methods `state_dict()` and `load_state_dict(state)`.
 
@@ -81,7 +84,11 @@ STEPS = {
 }
 """Methods that a task may have to compute its steps, and what they are called with."""
 
-SHOWS = {"predict_step": ("modules", "batch"), "draw": ("sample", "outputs")}
+SHOWS = {
+    "predict_step": ("modules", "batch"),
+    "draw": ("sample", "outputs"),
+    "export_inputs": ("batch",),
+}
 """Those that it may have to show what the model makes of samples."""
 
 

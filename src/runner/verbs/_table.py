@@ -50,6 +50,10 @@ class Verb:
     def expand_shorthand(self, argv: Sequence[str]) -> list[str]:
         """The words after the verb in the form that Hydra understands."""
         sweep = not {"--multirun", "-m"}.isdisjoint(argv)
+        if self.takes_config and any(word.startswith("task=") and ".py" in word for word in argv):
+            from runner.config.task_file import with_task_file  # imports the schema
+
+            argv = with_task_file(argv)
         return [self.rewrite(self._as_list(self.aliases.get(word, word), sweep)) for word in argv]
 
     def _as_list(self, word: str, sweep: bool) -> str:

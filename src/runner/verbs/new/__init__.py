@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import keyword
 import re
@@ -18,7 +19,7 @@ from runner.tracking.formats import amount
 from runner.verbs._table import split_words
 
 # The config group of the option of each kind.
-_KINDS = {"model": "model", "data": "data", "task": "task", "callback": "callbacks", "project": "experiment"}
+_KINDS = {"model": "model", "data": "data", "task": "", "callback": "callbacks", "project": "experiment"}
 _NOT_TEXT = ("on", "off", "yes", "no", "true", "false", "null", "y", "n")  # YAML reads these as other types
 
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
 
       python -m runner new model MyNet            a network, its option model=my_net, and a test
       python -m runner new data MyImages          a data set
-      python -m runner new task MyTask            metrics, and what is best
+      python -m runner new task MyTask            data, model and training step in one file
       python -m runner new callback MyCallback    something that happens during training
       python -m runner new project my_project     a folder with a package, a network, data, an experiment and tests
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     kind, name = words
     if kind not in _KINDS:
         raise UserError("new", f"cannot create a '{kind}'", ", ".join(_KINDS), nearest(kind, _KINDS))
-    written, commands = _project(name, dict(given)) if kind == "project" else _part(kind, name, dict(given))
+    write = {"project": _project, "task": _task}.get(kind, functools.partial(_part, kind))
+    written, commands = write(name, dict(given))
     # All files, or none if one of them exists
     if there := [path for path in ([name] if kind == "project" else written) if Path(path).exists()]:
         problem = f"{', '.join(there)} already exist{'s' if len(there) == 1 else ''}, and nothing is overwritten"
@@ -76,10 +78,7 @@ def _part(kind: str, name: str, flags: dict[str, str]) -> tuple[dict[str, str], 
 
 def _component(kind: str, name: str, package: str, conf: str) -> dict[str, str]:
     """The module, the option and the test of one component."""
-    option, group = _snake(name), _KINDS[kind]
-    plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) and not name.endswith("_") and "__" not in name
-    if not plain or keyword.iskeyword(option) or keyword.iskeyword(_camel(name)) or option in _NOT_TEXT:
-        raise UserError("new", f"'{name}' cannot be the name of a class", "letters, digits and _, such as MyNet")
+    option, group = _checked_name(name), _KINDS[kind]
     _check_option(group, option)
     if option == package:
         raise UserError("new", f"'{name}' has the name of the package", "another name")
@@ -89,6 +88,25 @@ def _component(kind: str, name: str, package: str, conf: str) -> dict[str, str]:
         f"{conf}/{group}/{option}.yaml": _from_template(f"{kind}.yaml", words),
         f"tests/test_{option}.py": _from_template(f"{kind}_test.py", words),
     }
+
+
+def _task(name: str, flags: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The file of a task, and the commands to try it with."""
+    if flags:
+        raise UserError("new", "a task is one file, without a package and options", "no flags")
+    module = _checked_package(_checked_name(name))
+    text = _from_template("task.py", {"Class": _camel(name), "module": module})
+    predict = f"python -m runner predict task={module}.py ckpt_path=last input=test"
+    return {f"{module}.py": text}, [f"python -m runner train task={module}.py", predict]
+
+
+def _checked_name(name: str) -> str:
+    """The name of the module of a class; refuses what cannot be the name of a class."""
+    option = _snake(name)
+    plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", name) and not name.endswith("_") and "__" not in name
+    if not plain or keyword.iskeyword(option) or keyword.iskeyword(_camel(name)) or option in _NOT_TEXT:
+        raise UserError("new", f"'{name}' cannot be the name of a class", "letters, digits and _, such as MyNet")
+    return option
 
 
 def _project(name: str, flags: dict[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -1,0 +1,81 @@
+"""`task=FILE.py:CLASS`: the words that train a class of one Python file, with the file's `data` and `model` if it has them.
+
+The file is parsed and not imported, so that mistakes in other words are still found without torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from runner.base.errors import UserError, nearest
+from runner.config.keys import key_of, says
+
+_WORD = re.compile(r"task=([^=,'\"\[\]{}]+\.py)(?::(\w*))?")
+_STEPS = {"training_step", "optimizer_steps"}
+
+
+def with_task_file(words: Sequence[str]) -> list[str]:
+    """The words of a command with `task=FILE.py:CLASS` written out; words that select other data or another model stay.
+
+    Raises:
+        UserError: if there is no such file or class, or Python could not import the file by its path.
+    """
+    found = list[str]()
+    for word in words:
+        match = _WORD.fullmatch(word)
+        found += _written_out(Path(match[1]), match[2], words) if match else [word]
+    return found
+
+
+def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str]:
+    module = ".".join(file.with_suffix("").parts)
+    if not all(part.isidentifier() for part in module.split(".")):
+        allowed = "a path below the current folder, of names that Python can import, such as my_folder/my_task.py"
+        raise UserError("task", f"names the file {file}", allowed)
+    try:
+        tree = ast.parse(file.read_bytes(), str(file))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError("task", f"cannot read {file}: {error}") from error
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    if not name:  # of several, the class is meant that no other one builds on
+        bases = {base for each in classes.values() for base in _bases(each)}
+        steps = [each for each in classes if _STEPS & _methods(classes, each) and each not in bases]
+        if len(steps) != 1:
+            allowed = (
+                ", ".join(f"task={file}:{each}" for each in steps) or "a class with training_step(self, modules, batch)"
+            )
+            raise UserError("task", f"{file} has {len(steps)} classes with a step", allowed)
+        [name] = steps
+    if name not in classes:
+        allowed = ", ".join(f"task={file}:{each}" for each in classes)
+        raise UserError("task", f"{file} has no class '{name}'", allowed, nearest(name, classes))
+    given, own, target = {key_of(word) for word in words}, _methods(classes, name), f"{module}.{name}"
+    top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    # Who names the file runs it
+    written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
+    if "ckpt_path" not in given:  # which has all arguments
+        written = {"task": "own", **written}
+        if own & _STEPS and not says("loss", words):
+            written["loss"] = "none"
+        if "model" in top and "model" not in given:
+            written |= {"model": "own", "model._target_": f"{module}.model"}
+        if "data" in top and "data" not in given:
+            written |= {"data": "own", "data.dataset._target_": f"{module}.data", "transform": "none"}
+            written |= {"data.images": "[]"} if own & _STEPS else {}
+    return [f"{key}={value}" for key, value in written.items() if key == "task" or key not in given]
+
+
+def _bases(node: ast.ClassDef) -> list[str]:
+    return [base.id for base in node.bases if isinstance(base, ast.Name)]
+
+
+def _methods(classes: dict[str, ast.ClassDef], name: str) -> set[str]:
+    """Names of the methods of a class and of those in the same file that it builds on."""
+    if name not in classes:
+        return set()
+    node = classes[name]
+    own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
+    return own.union(*(_methods(classes, base) for base in _bases(node)))

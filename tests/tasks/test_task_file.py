@@ -1,0 +1,194 @@
+"""`task=FILE.py:CLASS` trains a class with the data and the model of its file, as the words that it stands for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from extras import needs
+
+from runner.base.errors import UserError
+from runner.config.task_file import with_task_file
+
+FILE = """
+import torch
+from sklearn.datasets import load_digits
+
+def data(samples: int = 96):
+    return torch.from_numpy(load_digits().data[:samples] / 16).float()
+
+class model(torch.nn.Linear):
+    def __init__(self, width: int = 4):
+        super().__init__(64, width)
+
+class Base:
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def training_step(self, modules, batch):
+        return self.factor * modules["model"](batch).square().mean()
+
+class Short(Base):
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+    def predict_step(self, modules, batch):
+        return {"code": modules["model"](batch)}
+
+class Tokens(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(17, 3)
+
+    def forward(self, tokens, mask, scale: float = 1.0):
+        return {"sum": (self.embed(tokens) * mask[..., None]).sum(1), "twice": 2 * tokens}
+
+def texts():
+    return [{"label": row.sum(), "mask": row > 3, "tokens": row.long()} for row in torch.from_numpy(load_digits().data[:40])]
+
+class OfTexts:
+    def training_step(self, modules, batch):
+        return modules["model"](batch["tokens"], batch["mask"])["sum"].square().mean()
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+class Pairs(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 3)
+
+    def forward(self, one, other):
+        return self.layer(one), self.layer(other)
+
+class OfPairs(Short):
+    def training_step(self, modules, batch):
+        return modules["model"](batch, batch + 1)[0].square().mean()
+
+    def predict_step(self, modules, batch):
+        return {}
+
+    def export_inputs(self, batch):
+        return batch, batch + 1
+
+class WithoutInputs(OfPairs):
+    export_inputs = None
+
+class Mean(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 3)
+
+    def forward(self, vectors):
+        return super().forward(vectors).mean()
+
+class OfMean(Short):
+    def training_step(self, modules, batch):
+        return modules["model"](batch)
+
+class Other:
+    pass
+"""
+QUICK = ("epochs=2", "data.batch_size=16", "logger=none", "scheduler=constant")
+
+
+@pytest.fixture(autouse=True)
+def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (workdir / "deep").mkdir()
+    for path in ("short.py", "deep/short.py"):
+        (workdir / path).write_text(FILE)
+    (workdir / "one.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\n")
+    monkeypatch.syspath_prepend(str(workdir))
+    for name in ("short", "deep", "deep.short"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return workdir
+
+
+def test_one_file_trains_resumes_to_the_bit_and_predicts(
+    train: Callable[..., Any], accepted: Any, rejected: Any, folder: Path
+) -> None:
+    words = ("task=short.py:Short", *QUICK, "task.factor=2", "model.width=3", "data.dataset.samples=64")
+    whole = train(*words)
+    assert whole.directory.parent.name == "short"
+    assert train(*words, "task.factor=1").summary["weights_sha256"] != whole.summary["weights_sha256"]
+    part = train(*words, "max_steps=3", "name=part")
+    # Who names the file runs it; who names a run alone has to trust its code
+    assert "'short.Short' comes from a file" in rejected("train", f"ckpt_path={part.directory}", "max_steps=null").err
+    resumed = train("task=short.py:Short", f"ckpt_path={part.directory}", "max_steps=null")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    accepted("predict", "task=short.py:Short", "ckpt_path=last", "input=test", "output=codes.csv")
+    assert len((folder / "codes.csv").read_text().splitlines()) == 14
+
+
+@pytest.mark.parametrize(("words", "expected"), [
+    (["task=short.py:Base"], "task=own task._target_=short.Base name=short trust=[short] loss=none model=own "
+     "model._target_=short.model data=own data.dataset._target_=short.data transform=none data.images=[]"),
+    (["task=deep/short.py:Short", "data=digits", "name=here", "trust=[deep,mine]", "model=mlp"],
+     "task=own task._target_=deep.short.Short loss=none data=digits name=here trust=[deep,mine] model=mlp"),
+    (["task=short.py:Short", "loss=mse", "transform=standard", "data.images=[image]"],
+     "task=own task._target_=short.Short name=short trust=[short] model=own model._target_=short.model data=own "
+     "data.dataset._target_=short.data loss=mse transform=standard data.images=[image]"),
+    (["task=short.py:Other", "data=digits", "model=mlp"],
+     "task=own task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
+    (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
+    (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),
+])  # fmt: skip
+def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: list[str], expected: str) -> None:
+    assert with_task_file(words) == expected.split()
+
+
+@pytest.mark.parametrize(("word", "reason"), [
+    ("task=short.py:Shrt", "did you mean 'Short'"),
+    ("task=two.py", "task=two.py:B, task=two.py:C"),
+    ("task=absent.py", "No such file"),
+    ("task=broken.py", "broken.py, line 1"),
+    ("task=../short.py", "below the current folder"),
+    ("task=my-task.py", "names that Python can import"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_meant_is_a_sentence(word: str, reason: str, rejected: Any, folder: Path) -> None:
+    (folder / "two.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\nclass C(A): ...\n")
+    (folder / "broken.py").write_text("class A(:\n")
+    err = rejected("train", word).err
+    assert err.startswith("error: task:")
+    assert reason in err
+    with pytest.raises(UserError):
+        with_task_file([word])
+
+
+TEXTS = ("task=short.py:OfTexts", "model._target_=short.Tokens", "data.dataset._target_=short.texts")
+PAIRS = ("model._target_=short.Pairs",)
+
+
+@needs("export")
+@pytest.mark.parametrize(("words", "inputs", "outputs"), [
+    (("task=short.py:Short",), {"input": [64]}, {"outputs": [4]}),
+    (TEXTS, {"tokens": [64], "mask": [64]}, {"sum": [3], "twice": [64]}),
+    (("task=short.py:OfPairs", *PAIRS), {"one": [64], "other": [64]}, {"outputs_0": [3], "outputs_1": [3]}),
+])  # fmt: skip
+def test_any_tensors_are_exported_by_name(
+    words: tuple[str, ...], inputs: Any, outputs: Any, train: Callable[..., Any], printed: Any
+) -> None:
+    directory = train(*QUICK, *words).directory
+    formats = "format=[safetensors,torch_export,onnx,torchscript]"
+    record = printed("export", words[0], f"ckpt_path={directory}", formats, "batch_sizes=[1,5]")
+    found = [record[name] if isinstance(record[name], list) else [record[name]] for name in ("input", "output")]
+    assert [{each["name"]: each["shape"][1:] for each in tensors} for tensors in found] == [inputs, outputs]
+    assert {(row["format"], row["batch_size"]) for row in record["comparison"]} == {
+        (name, size) for name in ("safetensors", "torch_export", "onnx", "torchscript") for size in (1, 5)
+    }
+    assert max(row["max_rel"] for row in record["comparison"]) < 1e-5
+
+
+@pytest.mark.parametrize(("words", "given", "key", "reason"), [
+    (("task=short.py:WithoutInputs", *PAIRS), (), "task", "forward takes one, other, and a batch has Tensor one"),
+    (("task=short.py:OfMean", "model._target_=short.Mean"), (), "model", "returns Tensor () as outputs for 8 samples"),
+    (("task=short.py:Short",), ("include_preprocessing=true",), "include_preprocessing", "one field of images"),
+])  # fmt: skip
+def test_what_cannot_be_exported_is_a_sentence(
+    words: tuple[str, ...], given: tuple[str, ...], key: str, reason: str, train: Callable[..., Any], rejected: Any
+) -> None:
+    err = rejected("export", words[0], f"ckpt_path={train(*QUICK, *words).directory}", *given).err
+    assert err.startswith(f"error: {key}: ")
+    assert reason in err
