@@ -203,7 +203,7 @@ def test_the_eight_files_to_read_first_are_short() -> None:
 
 
 BUDGET = {
-    ".": 822,
+    ".": 824,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
     "config": 3_697,
@@ -215,12 +215,12 @@ BUDGET = {
     "launch": 967,
     "models": 1_302,
     "optim": 1_268,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_782,
+    "run": 3_819,  # with the progress that a task sees
     "runtime": 1_313,
     "sweeps": 1_831,
-    "tasks": 777,
+    "tasks": 793,
     "tracking": 1_882,
-    "verbs": 2_223,
+    "verbs": 2_224,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

@@ -205,6 +205,37 @@ class MomentumHead(CountBoxes):
             slow.lerp_(fast, 0.1)
 
 
+class Scheduled(MomentumHead):
+    """The second head follows less and less, and what the first one learns from it counts more and more."""
+
+    def training_step(self, modules, batch, progress=None):
+        loss = CountBoxes.training_step(self, modules, batch)
+        features = modules["model"](batch["image"])
+        apart = (modules["head"](features) - modules["slow"](features)).square().mean()
+        told = {"at": progress.step, "of": progress.total_steps, "epochs": progress.epoch, "share": progress.share}
+        return {"loss": loss + progress.share * apart, **told}
+
+    def after_step(self, modules, progress):
+        assert progress.share == progress.step / progress.total_steps
+        for slow, fast in zip(modules["slow"].parameters(), modules["head"].parameters(), strict=True):
+            slow.lerp_(fast, 0.5 * (1 - progress.share))
+
+
+class KeywordProgress(CountBoxes):
+    def training_step(self, modules, batch, *, progress):
+        return super().training_step(modules, batch)
+
+
+class ProgressFirst(CountBoxes):
+    def training_step(self, progress, modules, batch):
+        return super().training_step(modules, batch)
+
+
+class StepNumber(CountBoxes):
+    def after_step(self, modules, step):
+        pass
+
+
 class MeanOverBoxes(CountBoxes):
     """The mean over all boxes, of which samples have different numbers."""
 

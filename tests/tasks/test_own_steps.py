@@ -73,6 +73,28 @@ def test_a_task_goes_on_from_the_weights_after_each_step(train: Callable[..., An
     assert not torch.equal(start["slow.weight"], after["slow.weight"])
 
 
+def test_a_ramp_and_a_momentum_schedule_follow_the_progress_of_killed_accumulated_and_distributed_runs(
+    train: Callable[..., Any], killed: Callable[..., Any]
+) -> None:
+    # 67 samples are 4 steps in each of 2 epochs
+    words = (
+        *BOXES, "task._target_=own_steps.Scheduled", "data.drop_last=true", "dtype=float64", "log.every_steps=1",
+        "threads=1", "checkpoint.every_steps=1", "checkpoint.min_seconds=0",
+    )  # fmt: skip
+    whole = train(*words)
+    resumed = train(f"ckpt_path={killed(6, *words)}", "callbacks=none")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    one, *others = whole, train(*words, "devices=2"), train(*words, "data.batch_size=8", "accumulate=2")
+    weights = load_file(one.directory / "checkpoints" / "last.safetensors")
+    for each in (one, *others):
+        steps = [row for row in each.metrics if row["split"] == "train"]
+        told = [tuple(row[name] for name in ("at", "of", "epochs", "share")) for row in steps]
+        assert told == [(step, 8, step // 4, step / 8) for step in range(8)]
+        found = load_file(each.directory / "checkpoints" / "last.safetensors")
+        for name in ("model.features.1.weight", "head.weight", "slow.weight"):
+            torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("task", some(["CountBoxes", "MeanOverBoxes", "MomentumHead"], 1))
 def test_ranks_and_accumulation_train_the_weights_of_one_large_batch_to_rounding(
     train: Callable[..., Any], task: str
@@ -176,6 +198,13 @@ def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) ->
         ((*BOXES, "task._target_=own_steps.OtherModel"), "task", "another model"),
         ((*VECTORS, "data.images=[image]"), "data.images", "one tensor"),
         ((*VECTORS, "task._target_=own_steps.Slip"), "task._target_", "trainig_step"),
+        ((*BOXES, "task._target_=own_steps.KeywordProgress"), "task._target_", "(self, modules, batch[, progress])"),
+        (
+            (*BOXES, "task._target_=own_steps.ProgressFirst"),
+            "task._target_",
+            "does not take modules and batch and progress",
+        ),
+        ((*BOXES, "task._target_=own_steps.StepNumber"), "task._target_", "after_step(self, modules[, progress])"),
         ((*PAIRS, "loss=none"), "task", "training_step"),
     ],
 )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from runner.base.errors import UserError
 
 Calls = Mapping[str, tuple[str, ...]]
-"""Names of methods, each with the names of the arguments that it is called with."""
+"""Names of methods, each with the names of the arguments that it is called with; `progress` only if it takes one."""
 
 
 def calls_of(protocol: type) -> Calls:
@@ -27,7 +27,7 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
     """
     given = [name for name in calls if callable(getattr(found, name, None))]
     missing = [name for name in calls if name not in given and name not in optional]
-    listed = ", ".join(f"{name}({', '.join(names)})" for name, names in calls.items())
+    listed = ", ".join(f"{name}({_written(names)})" for name, names in calls.items())
     what = f"{target} gives a {type(found).__name__}"
     # A method with a slip in its name would never be called
     for name in dir(found) if optional else ():
@@ -43,8 +43,17 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
             signature = inspect.signature(getattr(found, name))
         except (ValueError, TypeError):  # of some methods that are not written in Python
             continue
+        names = [each for each in calls[name] if each != "progress" or each in signature.parameters]
         try:
-            signature.bind(*calls[name])
-        except TypeError as error:
-            problem = f"{what} whose {name}{signature} does not take {' and '.join(calls[name]) or 'no arguments'}"
-            raise UserError(f"{key}._target_", problem, f"{name}({', '.join(('self', *calls[name]))})") from error
+            # Arguments are bound to their own names, which tells whether `progress` is at its place
+            fits = signature.bind(*names).arguments.get("progress", "progress") == "progress"
+        except TypeError:
+            fits = False
+        if not fits:
+            problem = f"{what} whose {name}{signature} does not take {' and '.join(names) or 'no arguments'}"
+            raise UserError(f"{key}._target_", problem, f"{name}({_written(('self', *calls[name]))})")
+
+
+def _written(names: Sequence[str]) -> str:
+    """Arguments as documentation writes them: `modules, batch[, progress]`."""
+    return ", ".join(names).replace(", progress", "[, progress]")

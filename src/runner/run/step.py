@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from runner.optim.kernels import plain_step
 from runner.run.model import modules_of, optimizers_of
 from runner.run.run import Hardware
 from runner.runtime.toggles import Toggled
-from runner.tasks.task import STEPS, Task
+from runner.tasks.task import STEPS, Progress, Task
 
 _RESERVED = ("loss", "lr", "samples_per_s", "data_wait", "global_step", "epoch", "split")  # other columns of the log
 
@@ -31,7 +33,8 @@ _RESERVED = ("loss", "lr", "samples_per_s", "data_wait", "global_step", "epoch",
 class TaskSteps:
     """The steps that a task computes itself; where it defines only one of them, the other is that of `Supervised`."""
 
-    def __init__(self, task: Any, model: nn.Module, loss: nn.Module) -> None:
+    def __init__(self, task: Any, model: nn.Module, loss: nn.Module, progress: Callable[[], Progress]) -> None:
+        self._train, self._steps = (_called(task, name, progress) for name in ("training_step", "optimizer_steps"))
         self.modules, self._task, self.name = modules_of(model, loss), task, type(task).__name__
         self._supervised = Supervised(self.modules["model"], loss, task.targets)
         self.terms: dict[str, Tensor] = {}  # further scalars of the last batch
@@ -39,17 +42,18 @@ class TaskSteps:
     def __call__(self, data: Any) -> Tensor:
         """The mean loss of a batch, as the task computes it."""
         self.terms = {}
-        if _has(self._task, "optimizer_steps"):
+        if self._steps is not None:
             return sum((loss for _, _, loss, _ in self.alternate([data])), torch.zeros(()))
-        if not _has(self._task, "training_step"):
+        if self._train is None:
             return self._supervised(data)
-        loss, self.terms = _loss_and_terms(self._task.training_step(self.modules, data), "training_step")
+        loss, self.terms = _loss_and_terms(self._train(self.modules, data), "training_step")
         return loss
 
     def alternate(self, window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor, dict[str, Tensor]]]:
         """Number of a batch of the window, name of an optimizer, its loss, and scalars to log: those of each batch in turn."""
         names = optimizers_of(self._task, self.modules)
-        running = [self._task.optimizer_steps(self.modules, data) for data in window]
+        assert self._steps is not None, "the optimizers are several"
+        running = [self._steps(self.modules, data) for data in window]
         while True:
             first = ""
             for place, losses in enumerate(running):
@@ -121,30 +125,53 @@ def _has(task: Any, name: str) -> bool:
     return callable(getattr(task, name, None))
 
 
-def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskSteps:
-    """How the loss and the outputs of a batch are computed; `model` is what `build_modules` returned."""
+def _called(task: Any, name: str, progress: Callable[[], Progress]) -> Callable[..., Any] | None:
+    """A method of a task, whose last argument is the progress if it takes that; None if there is no such method."""
+    method: Any = getattr(task, name, None)
+    with contextlib.suppress(ValueError, TypeError):  # of some methods that are not written in Python, and what is none
+        if "progress" in inspect.signature(method).parameters:
+            return lambda *given: method(*given, progress())
+    return method if callable(method) else None
+
+
+def steps_of(task: Any, model: nn.Module, loss: nn.Module, progress: Callable[[], Progress]) -> Supervised | TaskSteps:
+    """How the loss and the outputs of a batch are computed.
+
+    `model` is what `build_modules` returned, and `progress` tells how far training is.
+    """
     if any(_has(task, name) for name in STEPS):
-        return TaskSteps(task, model, loss)
+        return TaskSteps(task, model, loss, progress)
     return Supervised(model, loss, task.targets)
 
 
+def first_steps(task: Any, model: nn.Module, loss: nn.Module, total: int) -> Any:
+    """The same before the first of `total` optimizer steps."""
+    return steps_of(task, model, loss, functools.partial(Progress, 0, total, 0))
+
+
 def build_step(
-    config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled
+    config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled, total: int
 ) -> Step:
     """What trains on a batch: a step of its own where the optimizer needs whole windows, and where several ranks train.
+
+    `total` is the number of optimizer steps of the run.
 
     Raises:
         UserError: if a setting cannot be combined with the steps of the task, the optimizer or the ranks.
     """
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained, after_step = config.grad_clip, nn.ModuleList([state.model, state.loss]), None
-    steps = steps_of(task, state.model, loss)
+
+    def progress() -> Progress:
+        return Progress(state.position.global_step, total, state.position.epoch)
+
+    steps = steps_of(task, state.model, loss, progress)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
             raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
         state.has_terms = True
-        if _has(task, "after_step"):
-            after_step = functools.partial(task.after_step, steps.modules)  # type: ignore[attr-defined]
+        if (method := _called(task, "after_step", progress)) is not None:
+            after_step = functools.partial(method, steps.modules)
     kind: Callable[..., Step] = Step
     if needs_window(state.optimizer):
         _check_window(config, state)

@@ -26,7 +26,7 @@ from runner.instrument.saved_tensors import bytes_for_backward
 from runner.run.finetune import explaining
 from runner.run.model import TAKES_BATCHES, indices_for, model_of, prepared
 from runner.run.run import Run
-from runner.run.step import TaskSteps, scalar, steps_of
+from runner.run.step import TaskSteps, scalar
 from runner.runtime.memory import Peak, peak_memory, readable, reset_peak_memory
 from runner.tasks.task import Task
 
@@ -46,14 +46,15 @@ _CGROUPS = (
 )
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> list[str]:
+def probe(
+    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, steps: Any, evaluates: bool = True
+) -> list[str]:
     """Evaluate a sample, and compute the gradients of two as in training.
 
-    Weights, buffers, gradients, modes and random generators are left as they are. `evaluates` says whether the run evaluates
-    at all. Returns the names of the scalars that an evaluation gives.
+    Weights, buffers, gradients, modes and random generators are left as they are. `steps` compute the loss as `steps_of` says,
+    and `evaluates` says whether the run evaluates at all. Returns the names of the scalars that an evaluation gives.
     """
     scalars = list[str]()
-    steps: Any = steps_of(task, model, loss)
     own = not data.pairs or isinstance(steps, TaskSteps)
     if not own:
         _evaluate(task, model, loss, data)
@@ -176,14 +177,14 @@ def unsaved_attributes(task: Task, changed: list[str]) -> list[str]:
     return [f"{which}: keep them in buffers of a module, or define state_dict and load_state_dict"]
 
 
-def forward_copies(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, samples: int) -> Any:
+def forward_copies(steps: Any, model: nn.Module, data: DataModule, samples: int) -> Any:
     """Send copies of the first training samples through the model as training does; what is returned holds the graph."""
     batch = data.example_batch(samples)
-    return model_of(model)(batch.images) if data.pairs else steps_of(task, model, loss)(batch.data)
+    return model_of(model)(batch.images) if data.pairs else steps(batch.data)
 
 
 def try_single_sample(
-    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
+    steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
 ) -> None:
     """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
     # The last batch is the smallest, so it decides
@@ -194,7 +195,7 @@ def try_single_sample(
     allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
     failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
     with failed, _training(model, loss), freezing.as_at(None):  # training everything asks for the most
-        steps_of(task, model, loss)(data.example_batch(1).data)
+        steps(data.example_batch(1).data)
 
 
 def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:

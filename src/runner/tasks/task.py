@@ -7,6 +7,7 @@ of the methods of `Task` is as `Task` has it. Select a custom one with `task._ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,20 @@ from runner.engine.metrics import Additive
 from runner.engine.protocols import Metric
 
 _SHOWN = 8  # numbers of a target in a message
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is, as plain numbers, which are the same on all ranks and in a resumed run."""
+
+    step: int  # completed optimizer steps, so the number of the current one, from 0
+    total_steps: int  # optimizer steps of the whole run
+    epoch: int  # completed epochs
+
+    @property
+    def share(self) -> float:
+        """The share of the run that is completed, from 0 to below 1."""
+        return self.step / self.total_steps
 
 
 class Task:
@@ -28,7 +43,8 @@ class Task:
     over, such as the number of valid pixels; without it, it is over the samples. An optional `after_step(modules)` is called
     at the end of each step, without gradients, for example to move a teacher towards the student. `modules` are the modules
     by name: `model`, `loss`, and what an optional method `modules(model, loss)` adds; `batch` is what `data.collate`, or an
-    optional static method `collate(samples)` of the task, has made of samples.
+    optional static method `collate(samples)` of the task, has made of samples. Those of these methods that `STEPS` lists with
+    `progress` get a `Progress` as the last argument if they have a parameter of this name.
 
     An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
@@ -74,15 +90,15 @@ class Task:
 
 
 STEPS = {
-    "training_step": ("modules", "batch"),
-    "optimizer_steps": ("modules", "batch"),
+    "training_step": ("modules", "batch", "progress"),
+    "optimizer_steps": ("modules", "batch", "progress"),
     "optimizers": ("modules",),
     "evaluation_step": ("modules", "batch"),
-    "after_step": ("modules",),
+    "after_step": ("modules", "progress"),
     "weight": ("batch",),
     "modules": ("model", "loss"),
 }
-"""Methods that a task may have to compute its steps, and what they are called with."""
+"""Methods that a task may have to compute its steps, and what they are called with; `progress` only if they take it."""
 
 SHOWS = {
     "predict_step": ("modules", "batch"),
