@@ -221,6 +221,34 @@ class Scheduled(MomentumHead):
             slow.lerp_(fast, 0.5 * (1 - progress.share))
 
 
+class Said:
+    """Says nothing of outputs, and needs the names of the classes."""
+
+    def __init__(self, classes):
+        assert classes == [str(number) for number in range(10)], classes
+
+    def training_step(self, modules, batch):
+        return F.cross_entropy(modules["model"](batch[0]), batch[1])
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+
+class Failing(Said):
+    def training_step(self, modules, batch):
+        return modules["model"](batch[0]) @ batch[1]
+
+
+class IsModule(nn.Module):
+    def training_step(self, modules, batch):
+        return batch.sum()
+
+
+class WeightIsNumber(CountBoxes):
+    def __init__(self):
+        self.weight = 3
+
+
 class KeywordProgress(CountBoxes):
     def training_step(self, modules, batch, *, progress):
         return super().training_step(modules, batch)

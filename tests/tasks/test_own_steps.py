@@ -30,6 +30,11 @@ PAIRS = (
     "transform=none", "epochs=1", "data=own", "data.images=[]", "data.dataset._target_=own_steps.Pairs", "task.num_classes=3",
     "model=mlp", "model.hidden=[8]", "model.in_channels=1", "model.image_size=[8,8]",
 )  # fmt: skip
+SAID = (
+    "logger=none", "data=digits", "model=mlp", "model.hidden=[8]", "transform=none", "loss=none",
+    "task._target_=own_steps.Said",
+)  # fmt: skip
+FAILING = (*SAID, "task._target_=own_steps.Failing", "data.batch_size=1")
 CONTRAST = ("logger=none", "model=mlp", "transform=none", "loss=none", "task._target_=own_steps.Contrast")
 
 
@@ -177,6 +182,22 @@ def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
     refused((*words, "compile=step"), "compile", "is step")
 
 
+def test_a_task_gets_the_names_of_the_classes_and_the_model_their_number(
+    train: Callable[..., Any], printed: Any, accepted: Any
+) -> None:
+    result = train(*SAID, "epochs=1")
+    stored = (result.directory / "config.yaml").read_text()
+    assert "num_classes: 10" in stored
+    assert "classes: [" not in stored
+    assert "classes:\n" not in stored
+    assert load_file(result.directory / "checkpoints" / "last.safetensors")["head.weight"].shape == (10, 8)
+    found = printed("eval", f"ckpt_path={result.directory}", "split=test")
+    assert found["metrics"]["loss"] == result.summary["test"]["loss"]
+    accepted("export", f"ckpt_path={result.directory}", "format=torch_export")  # of the checkpoint alone
+    other = train(*SAID, "epochs=1", "model.num_classes=12")
+    assert load_file(other.directory / "checkpoints" / "last.safetensors")["head.weight"].shape == (12, 8)
+
+
 def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) -> None:
     assert set(train(*PAIRS).summary["test"]) == {"loss", "accuracy"}
 
@@ -198,6 +219,22 @@ def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) ->
         ((*BOXES, "task._target_=own_steps.OtherModel"), "task", "another model"),
         ((*VECTORS, "data.images=[image]"), "data.images", "one tensor"),
         ((*VECTORS, "task._target_=own_steps.Slip"), "task._target_", "trainig_step"),
+        (
+            (*VECTORS, "task._target_=own_steps.IsModule"),
+            "task._target_",
+            "of its base Module does not take model and loss",
+        ),
+        (
+            (*BOXES, "task._target_=own_steps.WeightIsNumber"),
+            "task._target_",
+            "weight is 3, and not the method weight(batch)",
+        ),
+        (FAILING, "task", "evaluate a batch, in a trial with 2 samples:"),
+        (
+            (*FAILING, "evaluate.every_epochs=null", "evaluate.test=false"),
+            "task",
+            "train on a batch, in a trial with 2",
+        ),
         ((*BOXES, "task._target_=own_steps.KeywordProgress"), "task._target_", "(self, modules, batch[, progress])"),
         (
             (*BOXES, "task._target_=own_steps.ProgressFirst"),

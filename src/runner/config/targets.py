@@ -69,7 +69,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error", "cache_folder"),
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts", "label_counts", "ignore_index"),
-    "task": ("num_classes", "num_outputs"),
+    "task": ("num_classes", "num_outputs", "classes"),
     "task.teacher": ("in_channels", "image_size", "num_classes"),
     "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
     "metrics": ("num_classes", "num_labels", "threshold", "task"),

@@ -34,6 +34,10 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
         method = name[0] != "_" and name not in calls and callable(getattr(type(found), name, None))
         if method and (spelt := get_close_matches(name, set(optional) - set(given), 1, 0.8)):
             raise UserError(f"{key}._target_", f"{what} whose {name} is never called", listed, spelt[0])
+    for name, names in calls.items():
+        if (value := getattr(found, name, None)) is not None and name not in given:
+            problem = f"{what} whose attribute {name} is {value!r:.40}, and not the method {name}({_written(names)})"
+            raise UserError(f"{key}._target_", problem, "another name for the attribute")
     if missing or not given:
         problem = f"{what} without {', '.join(missing) or 'any of the methods that are called'}"
         raise UserError(f"{key}._target_", problem, f"an object with {listed}")
@@ -43,15 +47,18 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
             signature = inspect.signature(getattr(found, name))
         except (ValueError, TypeError):  # of some methods that are not written in Python
             continue
-        names = [each for each in calls[name] if each != "progress" or each in signature.parameters]
+        taken = [each for each in calls[name] if each != "progress" or each in signature.parameters]
         try:
             # Arguments are bound to their own names, which tells whether `progress` is at its place
-            fits = signature.bind(*names).arguments.get("progress", "progress") == "progress"
+            fits = signature.bind(*taken).arguments.get("progress", "progress") == "progress"
         except TypeError:
             fits = False
         if not fits:
-            problem = f"{what} whose {name}{signature} does not take {' and '.join(names) or 'no arguments'}"
-            raise UserError(f"{key}._target_", problem, f"{name}({_written(('self', *calls[name]))})")
+            owner = next((kind for kind in type(found).__mro__ if name in vars(kind)), type(found))
+            of = f" of its base {owner.__qualname__}" if owner is not type(found) else ""
+            problem = f"{what} whose {name}{signature}{of} does not take {' and '.join(taken) or 'no arguments'}"
+            allowed = f"{name}({_written(('self', *calls[name]))})" + ", or a class without this base" * bool(of)
+            raise UserError(f"{key}._target_", problem, allowed)
 
 
 def _written(names: Sequence[str]) -> str:

@@ -89,6 +89,7 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
+    facts |= {"classes": list(data.classes)} if data.classes else {}  # not in the config: there may be thousands
     with _of_bounded_size():  # of a teacher
         task: Task = build("task", config.task, facts=facts, fetch=fetch_weights)
     # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
@@ -156,8 +157,9 @@ def build_model(
     outputs, target = task.outputs(data.classes), str(config.model["_target_"])
     facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1
     head = extras_of("model", config.model).head
-    # A head that is replaced may have been made for other classes.
-    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None}, background)
+    # A head that is replaced may have been made for other classes, and a task that says nothing may need other outputs
+    bound = head is None and getattr(task.outputs, "__func__", None) is not Task.outputs
+    _check_against_data("model", config.model, facts if bound else facts | {"num_classes": None}, background)
 
     # Classifiers of images take their channels from pairs of an image and a target
     if not data.channels and config.model.get("in_channels", 0) is None and target.startswith("runner.models."):

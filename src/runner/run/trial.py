@@ -82,7 +82,7 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         allowed = f"a tensor of shape (1, {outputs}), one output per class or number"
         raise UserError("model", f"gives {got} for one image", allowed)
-    with evaluating(model, loss), explaining("loss", ""):
+    with evaluating(model, loss), explaining("loss", _trial_with(1)):
         scalar("loss", "gives", loss(logits, task.targets(data.example[1])))
 
 
@@ -92,7 +92,8 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
     if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
         check(batch.targets.cpu(), batch.indices.cpu())
-    with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
+    fits = explaining("task", f"cannot evaluate a batch, {_trial_with(len(batch.indices))}", allowed)
+    with evaluating(model, loss), fits:
         found = steps.evaluated(batch.data)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
@@ -101,21 +102,26 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     return [name for name in found if name not in NO_MEANS]
 
 
+def _trial_with(samples: int) -> str:
+    """The start of a message: a number in an error of torch, such as 2, may be that of the samples."""
+    return f"in a trial with {samples} sample{'s' * (samples != 1)}: "
+
+
 def _own_losses(task: Task, steps: Any, data: DataModule) -> Iterator[Tensor]:
     """The losses that a task computes of two samples, one for each step of an optimizer."""
-    batch = data.trial.data
-    with explaining("task", "cannot train on a batch: "):
+    batch = data.trial
+    with explaining("task", f"cannot train on a batch, {_trial_with(len(batch.indices))}"):
         if hasattr(task, "optimizer_steps"):
-            yield from (value for _, _, value, _ in steps.alternate([batch]))
+            yield from (value for _, _, value, _ in steps.alternate([batch.data]))
         else:
-            yield steps(batch)
+            yield steps(batch.data)
 
 
 def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> Iterator[Tensor]:
     """The loss of two samples as in training, or of one if batches have one."""
     copies = min(2, data.train.loader.batch_size, data.train.samples)
     images, targets = (each.expand(copies, *each.shape[1:]) for each in data.example)
-    indices, fits = indices_for(images), explaining("loss", "")
+    indices, fits = indices_for(images), explaining("loss", _trial_with(copies))
     with explaining("transform.train", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):
         images = data.train.prepare(images, indices, 0)
     if data.train.mix is not None:

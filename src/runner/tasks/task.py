@@ -53,6 +53,8 @@ class Task:
     An optional `export_inputs(batch)` gives the inputs of the model, tensors (B, ...): one, a tuple, or a dict by the names of its
     arguments.
 
+    A constructor argument `num_classes` is filled with the number of classes, and `classes` with the list of their names.
+
     Attributes that change while training are saved and restored by optional methods `state_dict()` and `load_state_dict(state)`.
 
     An optional method `wrong_target(targets, training)` checks targets (N, ...) of the data set, of the training split or
@@ -65,8 +67,8 @@ class Task:
     mode: Literal["min", "max"] = "min"
 
     def outputs(self, classes: Sequence[str]) -> int:
-        """Number of outputs of a model; 0 if the task does not say it."""
-        return 0
+        """Number of outputs of a model: that of the classes, of which `classes` are the names; 0 if it is not known."""
+        return len(classes)
 
     def targets(self, targets: Any) -> Any:
         """Convert targets of the data set to those of the loss and the metrics."""
