@@ -207,7 +207,7 @@ BUDGET = {
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
     "config": 3_697,
-    "data": 7_599,  # boxes, outlines and names of all readers are checked alike
+    "data": 7_602,  # boxes, outlines and names of all readers are checked alike
     "distributed": 726,
     "engine": 2_986,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
@@ -215,7 +215,7 @@ BUDGET = {
     "launch": 967,
     "models": 1_302,
     "optim": 1_268,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_834,  # with the progress that a task sees, and more mistakes in its methods
+    "run": 3_835,  # with the progress that a task sees, and more mistakes in its methods
     "runtime": 1_313,
     "sweeps": 1_831,
     "tasks": 795,

@@ -50,6 +50,33 @@ class Scenes(Digits):
         return {"image": image, "boxes": torch.full((1 + index % 3, 4), float(index)), "name": f"scene {index}"}
 
 
+class Videos(Digits):
+    """5 frames of bytes (2, 8, 8) with a number, the second channel brighter."""
+
+    def __getitem__(self, index):
+        image = (self.vectors[index] * 127).to(torch.uint8).view(1, 8, 8)
+        return {"frames": torch.stack([torch.cat([image, image + 128])] * 5), "number": index % 3}
+
+
+class Watching:
+    def training_step(self, modules, batch):
+        frames = batch["frames"]
+        assert frames.shape[1:] == (5, 2, 8, 8)
+        # After normalisation, both channels agree.
+        assert torch.allclose(frames[:, :, 0], frames[:, :, 1], atol=1e-5)
+        return F.cross_entropy(modules["model"](frames.mean(1)[:, :1]), batch["number"])
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+    def predict_step(self, modules, batch):
+        return {"number": modules["model"](batch["frames"].mean(1)[:, :1]).argmax(1)}
+
+    def draw(self, sample, outputs):
+        assert sample["frames"].shape == (1, 5, 3, 8, 8)
+        return sample["frames"][0, 0]
+
+
 def scenes(samples):
     images = torch.stack([each["image"] for each in samples])
     return {"image": images, **{key: [each[key] for each in samples] for key in ("boxes", "name")}}

@@ -202,6 +202,20 @@ def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) ->
     assert set(train(*PAIRS).summary["test"]) == {"loss", "accuracy"}
 
 
+def test_frames_are_normalised_by_their_channels_and_drawn(
+    train: Callable[..., Any], accepted: Any, refused: Callable[..., None]
+) -> None:
+    words = (
+        *COMMON, "data=own", "data.images=[frames]", "data.dataset._target_=own_steps.Videos", "loss=none",
+        "model._target_=own_steps.Pooled", "task._target_=own_steps.Watching", "max_steps=2", "channels_last=true",
+    )  # fmt: skip
+    # The second channel has 128 of 255 more
+    result = train(*words, "data.normalize.mean=[0.0,0.501960784]", "data.normalize.std=[0.5,0.5]")
+    accepted("predict", f"ckpt_path={result.directory}", "input=test", "output=rows.csv", "pictures=true", "threads=1")
+    of_frames = ("data.normalize.mean=[0,0,0,0,0]", "data.normalize.std=[1,1,1,1,1]")
+    refused((*words, *of_frames), "data.normalize", "5 values, but the images have 2 channels")
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
