@@ -42,6 +42,11 @@ def pieces():
     return {"train": Pieces(), "val": torch.utils.data.Subset(Digits(112), range(96, 112))}
 
 
+class Graphs(Digits):
+    def __getitem__(self, index):
+        return torch.eye(4).to_sparse(), torch.rand(4, 3), torch.tensor(1)
+
+
 class Scenes(Digits):
     """Images of bytes (1, 8, 8) with some boxes each."""
 

@@ -249,6 +249,7 @@ def test_frames_are_normalised_by_their_channels_and_drawn(
             "task",
             "train on a batch, in a trial with 2",
         ),
+        ((*VECTORS, "data.dataset._target_=own_steps.Graphs"), "data.dataset", "of the layout torch.sparse_coo"),
         ((*BOXES, "task._target_=own_steps.KeywordProgress"), "task._target_", "(self, modules, batch[, progress])"),
         (
             (*BOXES, "task._target_=own_steps.ProgressFirst"),
