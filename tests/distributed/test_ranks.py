@@ -47,7 +47,7 @@ def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., An
     ("how", "said"),
     [
         ("raise", "rank 1: ValueError: a mistake of mine"),
-        ("SIGKILL while the launcher is busy", "rank 1 was killed by SIGKILL"),
+        ("SIGKILL while the launcher is busy", "rank 1 was killed by SIGKILL: perhaps out of memory"),
     ],
 )
 def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], how: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""From the words after a verb to its jobs: help, tab completion, one run or a sweep.
+"""From the words after a verb to its jobs: help, one run or several, and how the errors of a job are reported.
 
 Imports nothing heavy until a verb runs.
 """
@@ -8,23 +8,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runner import __version__
 from runner.base import slurm
-from runner.base.errors import OK, USAGE, ConfigError, UserError
+from runner.base.errors import OK, USAGE, ConfigError, UserError, explain
 from runner.base.files import make_folder
 from runner.base.secrets import mask_words
-from runner.base.signals import interruptible
-from runner.verbs._job import run_job, status_of
-from runner.verbs._table import Verb, sources_and_words
+from runner.verbs._table import VERBS, Verb, print_error, sources_and_words
 
 if TYPE_CHECKING:
     from runner.config.composition import Composition
@@ -78,7 +78,7 @@ def _launch_rank(verb: Verb, argv: Sequence[str]) -> int:
         store.compare(words)
         from runner.verbs import _ranks
 
-        return _ranks.follow_rank_0(importlib.import_module(verb.module).as_rank if verb.keeps_runs else _ranks.as_rank)
+        return _ranks.follow(importlib.import_module(verb.module).as_rank if verb.keeps_runs else _ranks.as_rank)
     try:
         store.compare(words)
         return _launch(verb, argv, one_process=False)
@@ -91,7 +91,7 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
     """Run the jobs of a verb that takes a config; `one_process` unless torchrun or srun started several."""
     from runner.config.load import opened, problems_without_imports
 
-    with interruptible(), opened(verb.name, verb.expand_shorthand(argv)) as command:
+    with opened(verb.name, verb.expand_shorthand(argv)) as command:
         if isinstance(command, int):
             return command
         try:
@@ -103,7 +103,7 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
             if command.is_sweep and verb.keeps_runs:
                 from runner.verbs._sweep import run_sweep
 
-                return run_sweep(verb, command)
+                return run_sweep(verb, command, functools.partial(run_job, verb.name))
             if command.is_sweep:
                 return _run_each(verb, command)
             # Keys of sweeps would have no effect on a single run, and are probably a forgotten --multirun
@@ -114,7 +114,7 @@ def _launch(verb: Verb, argv: Sequence[str], one_process: bool = True) -> int:
             # Standard output may be a pipe, and its last line is the run directory
             if sys.stderr.isatty() and _FLAGS_THAT_SHOW.isdisjoint(argv):
                 print(f"runner {__version__}: {verb.name}, loading torch ...", file=sys.stderr, flush=True)
-            return status_of(functools.partial(run_job, verb.name, command))
+            return _status_of(verb, command)
         finally:
             if slurm.warned(command.values):  # nothing that failed prevents that
                 slurm.requeue()
@@ -127,47 +127,82 @@ def _run_each(verb: Verb, command: Composition) -> int:
 
     # Without a ledger, such a sweep is a loop: nothing is skipped or repeated
     command.refuse_keys_of_sweeps("is about jobs that train, and this verb keeps no ledger", "no such key")
-    plan, values = plan_of(command), command.values
-    root = Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"])
-    folder, status = command.place or claim(root), OK
-    for job in plan.jobs or ():
-        print(f"job {job.number + 1} of {len(plan.jobs or ())}: {job.varied or 'as all others'}", flush=True)
+    jobs, values = plan_of(command).jobs or (), command.values
+    folder = command.place or claim(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]))
+    status = OK
+    for job in jobs:
+        print(f"job {job.number + 1} of {len(jobs)}: {job.varied or 'as all others'}", flush=True)
         directory = folder / str(job.number)
         make_folder(directory)
         composition = dataclasses.replace(job.composition, job_dir=directory, run_dir=None)
-        status = max(status, status_of(functools.partial(run_job, verb.name, composition)))
+        status = max(status, _status_of(verb, composition))
         with contextlib.suppress(OSError):  # it holds what the job wrote
             directory.rmdir()
     print(folder)
     return status
 
 
+def _status_of(verb: Verb, composition: Composition) -> int:
+    """Run a job in this process; returns its exit status."""
+    try:
+        run_job(verb.name, composition)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    return OK
+
+
+def run_job(name: str, composition: Composition) -> None:
+    """Run one job of a verb in this process; an error becomes a sentence, or a traceback if it is unexpected.
+
+    Raises:
+        SystemExit: with the exit status if it failed.
+    """
+    verb = VERBS[name]
+    # Variables of libraries have to be set before these are imported
+    for variable, value in verb.environment.items():
+        os.environ.setdefault(variable, value)
+    run: Callable[[Composition], float | None] = importlib.import_module(verb.module).run
+    if not gc.get_freeze_count():  # a second job in this process must not keep the garbage of the first
+        gc.freeze()  # no collection during a run looks at what was imported
+    gc.enable()
+    if verb.keeps_runs:
+        run(composition)
+        return
+    from runner.runtime.determinism import operations_named
+    from runner.verbs._ranks import on_ranks
+
+    try:
+        with operations_named(lambda text: print(f"warning: {text}", file=sys.stderr)):
+            on_ranks(verb, run, composition)
+    except Exception as error:
+        if isinstance(error, UserError) and os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        status, _, text = explain(error)
+        print_error(text)
+        raise SystemExit(status) from None
+
+
 def print_help(verb: Verb, argv: Sequence[str]) -> None:
     """Print what a verb does, the groups and their options, and the keys with their comments."""
     sources, _ = sources_and_words(verb.name, argv, other_flags=True)
-    keys = list[str]()
+    print(f"{verb.help}\n\n  python -m runner {verb.name} [key=value ...] [group=option ...] [flags]\n")
+    print("groups (python -m runner list explains the options)")
+    for group in sources.groups():
+        print(f"  {group:<16} {', '.join(option.name for option in sources.options(group))}")
+    print("\nkeys (python -m runner show data=digits, and so on, for those of an option)")
     for name in dict.fromkeys([verb.name, "train"]):
         path = sources.primary(name)
         assert path is not None, f"the primary config {name} is shipped"
         body = path.read_text(encoding="utf-8").split("\n\n", 1)[1]
-        keys += [f"  {line}".rstrip() for line in body.split("\nhydra:")[0].rstrip().splitlines()]
-    lines = [
-        verb.help,
-        "",
-        f"  python -m runner {verb.name} [key=value ...] [group=option ...] [flags]",
-        "",
-        "groups (python -m runner list explains the options)",
-        *(f"  {group:<16} {', '.join(o.name for o in sources.options(group))}" for group in sources.groups()),
-        "",
-        "keys (python -m runner show data=digits, and so on, for those of an option)",
-        *keys,
-        "",
-        "flags",
-        "  --multirun, -m        run every combination of key=a,b values",
-        "  --cfg job             print the config and stop; with --resolve, interpolations resolved",
-        "  --info                print what Hydra searched and found",
-        "  --config-dir DIR      also search your own config folder",
-        "  --config-name NAME    start from another primary config",
-        "  --hydra-help          all flags of Hydra",
-    ]
-    print("\n".join(lines))
+        print(*(f"  {line}".rstrip() for line in body.split("\nhydra:")[0].rstrip().splitlines()), sep="\n")
+    print(_FLAGS)
+
+
+_FLAGS = """
+flags
+  --multirun, -m        run every combination of key=a,b values
+  --cfg job             print the config and stop; with --resolve, interpolations resolved
+  --info                print what Hydra searched and found
+  --config-dir DIR      also search your own config folder
+  --config-name NAME    start from another primary config
+  --hydra-help          all flags of Hydra"""

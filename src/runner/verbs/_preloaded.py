@@ -10,7 +10,7 @@ from torch.utils import tensorboard  # noqa: F401
 
 from runner.config.schema.train import Train
 from runner.config.validate import adapter
-from runner.verbs import _job, train  # noqa: F401
+from runner.verbs import _launch, train  # noqa: F401
 
 adapter(Train)
 figure = matplotlib.figure.Figure()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from runner.sweeps.rows import rows_in
 from runner.sweeps.run import Jobs, Sweep, opened_folder
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.tracking.console import Console
-from runner.verbs._job import run_job
 from runner.verbs._table import Verb, print_error
 
 _PRELOADED = "runner.verbs._preloaded"
@@ -30,8 +29,8 @@ _SLOW = {"torchvision": "torchvision", "timm": "timm", "torchmetrics": "torchmet
 """Packages that take seconds to import, by what is in the `_target_` of components that need them, and their modules."""
 
 
-def run_sweep(verb: Verb, command: Composition) -> int:
-    """Run the jobs that are left of a sweep or a search; returns the exit status.
+def run_sweep(verb: Verb, command: Composition, run_job: Callable[[Composition], object]) -> int:
+    """Run the jobs that are left of a sweep or a search; returns the exit status. `run_job` is pickled.
 
     Raises `ConfigError` with every problem before the first job, `UserError` for what makes a sweep impossible.
     """
@@ -52,7 +51,7 @@ def run_sweep(verb: Verb, command: Composition) -> int:
     plan: Plan = search.plan if search else plan_of(command, validate)
     console = Console(None)
     with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
-        sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), console)
+        sweep = Sweep(folder, plan, run_job, console)
         # Whatever ends the jobs early, the table of those that ended is written and shown
         sweep.begin()
         try:
