@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ WORDS = (
 @pytest.fixture
 def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (workdir / "picky.py").write_text(MINE, encoding="utf-8")
-    monkeypatch.setenv("PYTHONPATH", str(workdir))
+    monkeypatch.setenv("PYTHONPATH", str(workdir), prepend=os.pathsep)
     monkeypatch.syspath_prepend(str(workdir))
     for number in range(60):
         path = workdir / "images" / "ab"[number % 2] / f"{number:02}.png"
