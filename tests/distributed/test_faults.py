@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -38,6 +39,23 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
     assert result.status == 2
     assert "rank 1 of 2 has different data from rank 0" in result.err
     assert result.err.count("error: ") == 1
+
+
+@pytest.mark.slow
+def test_ranks_replace_the_same_samples_as_one_process_and_count_them_once(
+    here: Path, train: Callable[..., Any], run: Callable[..., Any], pool: RankPool
+) -> None:
+    words = (*WORDS, "epochs=1", "data.dataset._target_=rank_faults.unreadable", "data.on_error=skip", "dtype=float64")
+    words = (*words, "max_steps=20", "data.normalize={mean: [0.5], std: [0.25]}")
+    one = train(*words)
+    with pool.installed():
+        two = train(*words, "devices=2", "data.num_workers=1")
+        refused = run("train", *words, "devices=2", "data.max_skipped=0", "data.num_workers=0")
+    assert one.summary["skipped"] == two.summary["skipped"] >= 6, "of 90 samples"
+    assert two.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], rel=1e-9)
+    assert refused.status == 2
+    assert re.search(r"data.max_skipped: 1 of the \d+ samples of 'train' cannot be read", refused.err)
+    assert "ValueError: not this one" in refused.err
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from runner.data.sources.synthetic import synthetic
 
 WORDS = (
@@ -20,6 +22,26 @@ WORDS = (
 def data(**given: Any) -> Any:
     """Other images on each rank."""
     return synthetic(**given | {"seed": int(os.environ.get("RANK", "0"))})
+
+
+class Unreadable(Dataset[Any]):
+    """Images, of which one in fifteen cannot be read."""
+
+    def __init__(self, images: Any) -> None:
+        self.images, self.targets, self.classes = images, images.targets, images.classes
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 15 == 4:
+            raise ValueError("not this one")
+        return self.images[index]
+
+
+def unreadable(**given: Any) -> Any:
+    """The usual images, of which some cannot be read."""
+    return {name: Unreadable(split) for name, split in synthetic(**given).items()}
 
 
 class Fault:
