@@ -93,24 +93,20 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def by_torchrun(*words: str) -> tuple[int, str]:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner")
-    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=240, check=False)
-    return done.returncode, done.stderr
-
-
-def by_agent(*words: str) -> tuple[int, str]:
-    (status, _, err), (other, _, noise) = Agent()(words, words)
-    return status or other, err + noise
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize("start", some([by_agent, by_torchrun], 0))
-def test_ranks_of_torchrun_follow_rank_0(here: Path, start: Callable[..., tuple[int, str]]) -> None:
-    status, err = start("train", *WORDS, "max_steps=4", "hydra.run.dir=run")
-    assert status == 0, err
+def test_ranks_of_torchrun_follow_rank_0(here: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner")
+    words = ("train", *WORDS, "max_steps=4", "hydra.run.dir=run")
+    subprocess.run([*torchrun, *words], capture_output=True, timeout=240, check=True)
     assert json.loads((here / "run/summary.json").read_text())["status"] == "finished"
     assert "step 4/4" in (here / "run/logs/rank_1.log").read_text()
+
+
+def test_an_error_of_a_rank_of_torchrun_is_told_by_rank_0(here: Path) -> None:
+    ended = Agent()(*[("train", *WORDS, FAULT, "hydra.run.dir=run")] * 2)
+    said = "rank 1: ValueError: a mistake of mine"
+    assert [(status, err.count("error: "), f"error: {said}" in err) for status, _, err in ended] == [(1, 1, True)] * 2
+    assert json.loads((here / "run/summary.json").read_text())["error"] == said
 
 
 def test_a_mistake_in_the_words_of_ranks_of_torchrun_is_said_once(here: Path) -> None:
