@@ -138,18 +138,13 @@ def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(
 
 
 SIGNALLED_AT_ONCE = """
-import multiprocessing, os, signal, sys, time
-from runner.launch.processes import accept_signals, start_fork_server
-
-def listen():
-    accept_signals()
-    time.sleep(60)
+import functools, os, signal, time
+from runner.launch.processes import start, start_fork_server
 
 if __name__ == "__main__":
     start_fork_server([])
     for _ in range(10):
-        process = multiprocessing.get_context("forkserver").Process(target=listen)
-        process.start()
+        process = start(functools.partial(time.sleep, 60), dict(os.environ))
         os.kill(process.pid, signal.SIGINT)
         process.join()
         assert process.exitcode == -signal.SIGINT
