@@ -40,7 +40,7 @@ class GlobalBatchNorm(_BatchNorm):
     """
 
     rows: tuple[int, int] | None = None
-    # What SyncBatchNorm.forward reads; it is no base class, as DDP refuses its instances on CPUs
+    # SyncBatchNorm.forward reads these. This is not a subclass of it, as DDP refuses those on CPUs
     _check_input_dim = nn.SyncBatchNorm._check_input_dim
     _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 

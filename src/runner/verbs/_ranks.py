@@ -28,7 +28,7 @@ from runner.run.ranks import count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
 from runner.verbs._table import VERBS, Verb, print_error
 
-_REPORTED_S, _REPORT_S = 3.0, 5.0
+_REPORTED_S, _STAYS_S = 3.0, 5.0  # for other ranks to report a failure, before one that has failed ends
 
 
 def lead(job: Any, config: Train, work: Callable[[], float | None]) -> float | None:
@@ -67,7 +67,7 @@ def follow(entry: Callable[[Any, Any], Any]) -> int:
                 failed = RankFailed(outcome)
                 print_error(f"{failed}{failed.hint}")
                 # The launcher ends all ranks when this one ends, and rank 0 needs the time to report the error
-                time.sleep(_REPORT_S)
+                time.sleep(_STAYS_S)
                 return status
     except DistNetworkError as error:  # of the store
         print_error(f"rank {store.rank()}: rank 0 or the launcher is gone: {first_line(error)}")
