@@ -27,6 +27,7 @@ from runner.config.composition import Composition
 from runner.config.load import opened, resolve_config
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
+from runner.config.task_file import with_task_file
 from runner.data.module import callables
 from runner.data.sources.image_files import ImageFiles
 from runner.data.transforms.augment import Pipeline
@@ -283,7 +284,9 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
             raise UserError("overrides", f"{word} is a flag of the command line", allowed)
     with (
         _COMPOSING,
-        opened(verb, [*words, *([f"--config-dir={config_dir}"] if config_dir else [])], True) as composition,
+        opened(
+            verb, [*with_task_file(words), *([f"--config-dir={config_dir}"] if config_dir else [])], True
+        ) as composition,
     ):
         assert composition is not None, "flags that show something are refused"
         return composition

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,6 @@ def on_ranks(pool: RankPool, tmp_path: Path) -> Callable[..., list[Any]]:
 @pytest.fixture
 def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a test whose ranks import `rank_faults`."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(rank_faults.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(rank_faults.__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("RUNNER_TRUST", "rank_faults")
     return workdir

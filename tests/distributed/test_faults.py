@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -25,7 +26,6 @@ from runner.launch.ranks import run_ranks
 from runner.runtime.signals import StopSignals
 
 WORDS = (*rank_faults.WORDS, "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "max_steps=4")
-FAULT = ("+callbacks.mine._target_=rank_faults.Fault", "+callbacks.mine.how=SIGSTOP", "+callbacks.mine.step=2")
 
 
 @pytest.fixture
@@ -42,6 +42,23 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
 
 
 @pytest.mark.slow
+def test_ranks_replace_the_same_samples_as_one_process_and_count_them_once(
+    here: Path, train: Callable[..., Any], run: Callable[..., Any], pool: RankPool
+) -> None:
+    words = (*WORDS, "epochs=1", "data.dataset._target_=rank_faults.unreadable", "data.on_error=skip", "dtype=float64")
+    words = (*words, "max_steps=20", "data.normalize={mean: [0.5], std: [0.25]}")
+    one = train(*words)
+    with pool.installed():
+        two = train(*words, "devices=2", "data.num_workers=1")
+        refused = run("train", *words, "devices=2", "data.max_skipped=0", "data.num_workers=0")
+    assert one.summary["skipped"] == two.summary["skipped"] >= 6, "of 90 samples"
+    assert two.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], rel=1e-9)
+    assert refused.status == 2
+    assert re.search(r"data.max_skipped: 1 of the \d+ samples of 'train' cannot be read", refused.err)
+    assert "ValueError: not this one" in refused.err
+
+
+@pytest.mark.slow
 def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
     workdir: Path, train: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,15 +68,6 @@ def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
         result = train(*WORDS[:-1], "max_steps=8", "loss={_target_: kept_losses.Spoiled}", "devices=2", "amp=fp16",
                        "on_nonfinite=skip", "ema=0.9", mixing, "dist.timeout_s=30")  # fmt: skip
     assert read(result.directory / "checkpoints/last.safetensors")["averaged"]["updates"] == 7
-
-
-def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for wait in ("_NOTICED_S", "_TERMINATED_S"):  # a stopped process does not notice SIGTERM
-        monkeypatch.setattr(f"runner.launch.ranks.{wait}", 0.5)
-    result = run("train", *WORDS, "devices=2", "dist.timeout_s=2", *FAULT, "hydra.run.dir=run")
-    assert result.status == 1
-    assert "error: rank 1 took no part for dist.timeout_s" in result.err
-    assert result.err.count("error: ") == 1
 
 
 @pytest.mark.extended

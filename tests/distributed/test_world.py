@@ -18,10 +18,8 @@ def test_an_error_that_cannot_be_sent_reaches_every_rank(on_ranks: Callable[...,
     assert on_ranks(rank_functions.errors, 2) == [expected, expected]
 
 
-@pytest.mark.slow
-@pytest.mark.extended
 def test_ranks_whose_clocks_differ_agree(on_ranks: Callable[..., list[Any]]) -> None:
-    assert on_ranks(rank_functions.agreed, 2) == [[5.0, "", 6.0, "SIGTERM"]] * 2
+    assert on_ranks(rank_functions.agreed, 2) == [[5.0, "", 6.0, "SIGTERM", 7.0, "", 8.0, "a time limit"]] * 2
 
 
 @pytest.mark.slow

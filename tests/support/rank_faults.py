@@ -1,14 +1,15 @@
-"""Callbacks and data of ranks that fail, hang or are slow."""
+"""Callbacks and data of ranks that fail or are slow."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
+
+from torch.utils.data import Dataset
 
 from runner.data.sources.synthetic import synthetic
 
@@ -23,28 +24,39 @@ def data(**given: Any) -> Any:
     return synthetic(**given | {"seed": int(os.environ.get("RANK", "0"))})
 
 
-def _parent_of(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+class Unreadable(Dataset[Any]):
+    """Images, of which one in fifteen cannot be read."""
+
+    def __init__(self, images: Any) -> None:
+        self.images, self.targets, self.classes = images, images.targets, images.classes
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> Any:
+        if index % 15 == 4:
+            raise ValueError("not this one")
+        return self.images[index]
+
+
+def unreadable(**given: Any) -> Any:
+    """The usual images, of which some cannot be read."""
+    return {name: Unreadable(split) for name, split in synthetic(**given).items()}
 
 
 class Fault:
-    """Raises an error, or gets a signal, which may be for the first attempt alone, or while the launcher is stopped."""
+    """On rank 1, raises an error at a step, or kills the rank, for the first time that the ranks start."""
 
-    def __init__(self, step: int = 5, how: str = "raise") -> None:
-        self.step, self.how = step, how
+    def __init__(self, step: int = 5, kill: bool = False) -> None:
+        self.step, self.kill = step, kill
 
     def on_step(self, loop: Any) -> None:
         if os.environ["RANK"] != "1" or loop.state.position.global_step != self.step:
             return
-        if self.how == "raise":
+        if not self.kill:
             raise ValueError("a mistake of mine")
-        if self.how == "SIGKILL once" and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
-            return
-        if self.how == "SIGKILL while the launcher is busy":
-            launcher = _parent_of(_parent_of(os.getpid()))
-            os.kill(launcher, signal.SIGSTOP)
-            subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {launcher}"], start_new_session=True)
-        os.kill(os.getpid(), signal.Signals[self.how.split()[0]])
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Late:

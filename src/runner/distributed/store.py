@@ -25,7 +25,7 @@ _LOOKED_S = 0.1
 _SILENT_S = 10.0  # before rank 0 says whom it waits for
 _LATER_S = 15.0  # for which other ranks wait longer than rank 0, whose error names those that are missing
 _NEXT_JOB = datetime.timedelta(days=1)  # a launcher ends all ranks when one fails
-_REPORTED_S, _LEAVING_S = 3.0, 5.0
+_LEAVING_S = 5.0
 _SHOWN = 8
 _numbers = itertools.count(1)  # of jobs
 
@@ -92,10 +92,10 @@ def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> 
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_SHOWN])}{', ...' * (len(ranks) > _SHOWN)} of {size()}"
 
     # Say after a while who is missing: the usual cause is a command that was not started everywhere
-    if not _appear(store, keys, silent_s):
+    if not appear(store, keys, silent_s):
         if rank() == 0:
             print(f"waiting for {missing()}, up to dist.timeout_s={timeout_s:g}", file=sys.stderr, flush=True)
-        if not _appear(store, keys, patience_s - silent_s):
+        if not appear(store, keys, patience_s - silent_s):
             problem = f"{missing()} did not come within {timeout_s:g} s: not started, ended, or hanging"
             allowed = "the same command for every rank, whose own output says why it ends; a larger value if it is slow"
             raise RanksMissing("dist.timeout_s", problem, allowed)
@@ -142,21 +142,7 @@ def dismiss() -> None:
     with contextlib.suppress(RuntimeError):  # some ranks, or a launcher with the store, may be gone
         lead(None)
         if not _served_by_launcher():  # the store goes with this process
-            _appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
-
-
-def report(outcome: Any) -> None:
-    """Let rank 0 know why this rank failed, unless another one was first."""
-    if not outcome.lost and not _store().check(["failed"]):
-        _store().set("failed", pickle.dumps(outcome))  # type: ignore[arg-type]
-
-
-def first_failure() -> Any:
-    """What the first rank that failed has reported; None if none has within a few seconds."""
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        if _appear(_store(), ["failed"], _REPORTED_S):
-            return pickle.loads(_store().get("failed"))
-    return None
+            appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
 
 
 @functools.cache
@@ -176,7 +162,7 @@ def _served_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _appear(store: Store, keys: list[str], seconds: float) -> bool:
+def appear(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait until a store has all keys; False if it has not after some seconds."""
     deadline = time.monotonic() + seconds
     while not store.check(keys):

@@ -1,0 +1,48 @@
+"""What ranks compare: what each begins with, and buffers, of which only those of the first one are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from runner.base.errors import UserError
+from runner.run import ranks
+
+
+def first_of_two(other: Callable[[dict[str, str]], dict[str, str]]) -> Any:
+    """The world of rank 0, in which rank 1 compares what a function makes of the values of rank 0."""
+    return mock.Mock(size=2, gather=lambda own: [own, other(own)])
+
+
+@pytest.mark.parametrize("cause", ["version of torch", "data", "config", "initial weights"])
+def test_a_rank_that_begins_with_something_else_is_named(monkeypatch: pytest.MonkeyPatch, cause: str) -> None:
+    monkeypatch.setattr(ranks.stored, "dump", lambda config: "")
+    run = mock.Mock(model=nn.Linear(2, 2))
+    run.state.loss = nn.MSELoss()
+    ranks.check_same(run, first_of_two(lambda own: own))
+    with pytest.raises(UserError, match=f"rank 1 of 2 has (a )?different {cause} from rank 0"):
+        ranks.check_same(run, first_of_two(lambda own: {name: own[name] + "x" * (cause in name) for name in own}))
+
+
+@pytest.mark.parametrize(
+    ("step", "changed", "named"), [(1, "hidden", ["hidden"]), (11, "queue", []), (10, "queue", ["queue"])]
+)
+def test_buffers_that_differ_between_ranks_are_named_once(
+    monkeypatch: pytest.MonkeyPatch, step: int, changed: str, named: list[str]
+) -> None:
+    model, directory = nn.Sequential(nn.BatchNorm1d(4)), mock.Mock()  # running statistics may differ
+    model.register_buffer("hidden", torch.zeros(4))
+    model.register_buffer("queue", torch.zeros(4))
+    compared = ranks.RankBuffers(mock.Mock(model=model, loss=nn.MSELoss()), directory)
+    for number in range(1, 12):
+        found = {"0.running_mean", changed} if number >= step else {"0.running_mean"}
+        other = first_of_two(lambda own, found=found: {name: "x" if name in found else own[name] for name in own})
+        monkeypatch.setattr(ranks, "world", lambda other=other: other)
+        compared.on_step(None)
+    said = [call.args[0] for call in directory.console.warn.call_args_list]
+    assert [f"are kept: {name};" in text for name, text in zip(named, said, strict=True)] == [True] * len(named)
