@@ -282,12 +282,8 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
             loop = "a loop over train(), or " if word in ("-m", "--multirun") else ""
             allowed = f"overrides such as seed=1, config_dir=, or {loop}python -m runner {verb} {word}"
             raise UserError("overrides", f"{word} is a flag of the command line", allowed)
-    with (
-        _COMPOSING,
-        opened(
-            verb, [*with_task_file(words), *([f"--config-dir={config_dir}"] if config_dir else [])], True
-        ) as composition,
-    ):
+    argv = [*with_task_file(words), *([f"--config-dir={config_dir}"] if config_dir else [])]
+    with _COMPOSING, opened(verb, argv, True) as composition:
         assert composition is not None, "flags that show something are refused"
         return composition
 
