@@ -292,6 +292,15 @@ def test_a_group_added_later_is_trained_too() -> None:
     assert not torch.equal(before, modules[0].weight)
 
 
+def test_named_parameters_are_taken() -> None:
+    model = network()
+    optimizer = Muon(model.named_parameters())
+    found = [name for group in optimizer.param_groups for name in group["param_names"]]
+    assert sorted(found) == sorted(name for name, _ in model.named_parameters())
+    gradients(model)
+    optimizer.step()
+
+
 def test_a_closure_is_evaluated_once() -> None:
     model = network()
     optimizer = Muon(model.parameters())
