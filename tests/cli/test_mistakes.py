@@ -306,3 +306,10 @@ def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypat
     assert result.status == 2
     assert "Traceback" in result.err
     assert "dropout must be" in result.err
+
+
+def test_a_config_of_ones_own_that_lacks_sections_is_told_which(rejected, workdir):
+    (workdir / "mine").mkdir()
+    (workdir / "mine" / "bare.yaml").write_text("seed: 1\n")
+    result = rejected("train", "--config-dir", "mine", "--config-name", "bare")
+    assert "model: is missing" in result.err
