@@ -123,15 +123,15 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["task=short.py:Base"], "task=own task._target_=short.Base name=short trust=[short] loss=none model=own "
+    (["task=short.py:Base"], "task=null task._target_=short.Base name=short trust=[short] loss=none model=null "
      "model._target_=short.model data=own data.dataset._target_=short.data transform=none data.images=[]"),
     (["task=deep/short.py:Short", "data=digits", "name=here", "trust=[deep,mine]", "model=mlp"],
-     "task=own task._target_=deep.short.Short loss=none data=digits name=here trust=[deep,mine] model=mlp"),
+     "task=null task._target_=deep.short.Short loss=none data=digits name=here trust=[deep,mine] model=mlp"),
     (["task=short.py:Short", "loss=mse", "transform=standard", "data.images=[image]"],
-     "task=own task._target_=short.Short name=short trust=[short] model=own model._target_=short.model data=own "
+     "task=null task._target_=short.Short name=short trust=[short] model=null model._target_=short.model data=own "
      "data.dataset._target_=short.data loss=mse transform=standard data.images=[image]"),
     (["task=short.py:Other", "data=digits", "model=mlp"],
-     "task=own task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
+     "task=null task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
     (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),
 ])  # fmt: skip

@@ -57,11 +57,11 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     # Who names the file runs it
     written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
     if "ckpt_path" not in given:  # which has all arguments
-        written = {"task": "own", **written}
+        written = {"task": "null", **written}
         if own & _STEPS and not says("loss", words):
             written["loss"] = "none"
         if "model" in top and "model" not in given:
-            written |= {"model": "own", "model._target_": f"{module}.model"}
+            written |= {"model": "null", "model._target_": f"{module}.model"}
         if "data" in top and "data" not in given:
             written |= {"data": "own", "data.dataset._target_": f"{module}.data", "transform": "none"}
             written |= {"data.images": "[]"} if own & _STEPS else {}

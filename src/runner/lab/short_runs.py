@@ -45,7 +45,7 @@ def words_of(composition: Composition, schema: type[Train], *others: str) -> lis
 
 
 def words_from(config: Train, folder: Path, *others: str) -> list[str]:
-    """The words that `train` needs for a validated config, which is written into a folder; that of a checkpoint gets new weights."""
+    """The words that `train` needs for a validated config, which a folder gets; that of a checkpoint gets new weights."""
     plain = keys.to_plain(config)
     values: dict[str, Any] = {name: plain[name] for name in keys.hints(Train)} | {"ckpt_path": None, "logger": {}}
     if config.ckpt_path is not None:
