@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import numpy as np
@@ -289,11 +291,9 @@ def test_a_process_killed_at_work_leaves_nothing_that_is_read(tmp_path: Path) ->
 def test_of_two_at_once_one_makes_it_and_the_other_waits_or_without_locks_makes_it_too(
     locks: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsupported(lock: int, how: int) -> None:
-        raise OSError(preparation.errno.ENOLCK, "No locks available")
-
     if not locks:
-        monkeypatch.setattr(preparation.fcntl, "flock", unsupported)
+        unsupported = OSError(errno.ENOLCK, "No locks available")
+        monkeypatch.setattr(preparation.fcntl, "flock", Mock(side_effect=unsupported))
     dataset = Made(before=lambda index: time.sleep(0.002))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: opened(tmp_path, dataset), range(2)))

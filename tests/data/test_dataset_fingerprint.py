@@ -6,10 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from plain_data import noise_image
 from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -87,10 +86,7 @@ def test_all_targets_count_though_few_samples_are_read(place: int) -> None:
 
 def folder(root: Path) -> Path:
     for number in range(60):
-        path = root / "ab"[number % 2] / f"{number:02}.bmp"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (4, 4 + number % 3, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
+        noise_image(root / "ab"[number % 2] / f"{number:02}.bmp", 4 + number % 3, 4, number)
     return root
 
 
