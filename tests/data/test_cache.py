@@ -32,9 +32,9 @@ from runner.data.sources.arrays import CachedImages
 
 
 class Made(Dataset[Any]):
-    """Images out of nothing; counts how often it is read, and calls a function before."""
+    """Images out of nothing; counts how often it is read, and calls a function before, which may give the image."""
 
-    def __init__(self, samples: int = 150, before: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(self, samples: int = 150, before: Callable[[int], Tensor | None] = lambda index: None) -> None:
         self.samples, self.before, self.read = samples, before, 0
 
     def __len__(self) -> int:
@@ -42,8 +42,8 @@ class Made(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         self.read += 1
-        self.before(index)
-        return torch.arange(index, index + 48, dtype=torch.int64).to(torch.uint8).view(3, 4, 4), index % 5
+        image = torch.arange(index, index + 48, dtype=torch.int64).to(torch.uint8).view(3, 4, 4)
+        return image if (given := self.before(index)) is None else given, index % 5
 
 
 def cache(folder: Path, **recipe: Any) -> Cache:
@@ -210,13 +210,6 @@ def test_an_image_that_the_data_set_gives_differently_rebuilds_it(tmp_path: Path
 ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
 
 
-class Drawn(Made):
-    """Another image at each reading."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        return torch.randint(0, 256, (1, 4, 4), dtype=torch.uint8), 0
-
-
 def gone(index: int) -> None:
     if index == 100:
         raise FileNotFoundError("no such picture")
@@ -229,7 +222,7 @@ def gone(index: int) -> None:
         (Listed([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)]), r"different shapes.*\n.*data\.image_size"),
         (Listed([(ITEM[0], 1j)] * 3), r"data.cache: 'disk' keeps targets that are real numbers"),
         (Listed([(torch.zeros(1, 4, 4), 0)] * 3), r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
-        (Drawn(), "one random version of each image"),
+        (Made(before=lambda index: torch.randint(0, 256, (1, 4, 4), dtype=torch.uint8)), "one random version of each image"),
         (Listed([(torch.zeros(3, 200, 200, dtype=torch.uint8), 0)] * 9000),
          r"9,000 images of uint8 3x200x200 need 1\.01 GiB, and .* has 0\.00 GiB free\n.*data.cache_dir on another disk"),
         (Listed([(torch.zeros(3, 100, 100, dtype=torch.uint8), 0)] * 100), r"data.cache_dir: cannot write .*: File too large"),

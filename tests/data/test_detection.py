@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drawn_objects import read_coco
+from drawn_objects import changed, read_coco
 from extras import needs
 from torch import Tensor
 from torch.testing import assert_close
@@ -24,12 +24,6 @@ from runner.data.sampler import AllSamples
 from runner.data.sources.detection import coco, yolo
 from runner.data.sources.tables import image_table
 from runner.data.transforms.detection import per_object
-
-
-def changed(path: Path, change: Callable[[Any], None]) -> None:
-    contents = json.loads(path.read_text())
-    change(contents)
-    path.write_text(json.dumps(contents))
 
 
 def boxes_of(root: str | Path) -> list[Tensor]:

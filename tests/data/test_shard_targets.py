@@ -15,7 +15,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from drawn_objects import read_coco
+from drawn_objects import changed, read_coco
 from extended import some
 from extras import needs
 from PIL import Image
@@ -49,10 +49,9 @@ def drawn(workdir: Path) -> Path:
     """Images with objects, one of which is a crowd with a run-length encoding."""
     drawn_objects.draw(workdir / "drawn", "train", 7, 0)
     drawn_objects.draw(workdir / "drawn", "val", 5, 1)
-    said = json.loads((workdir / "drawn/train.json").read_text())
-    crowd = {"counts": [64, 320, 896], "size": [32, 40]}
-    said["annotations"][1] |= {"iscrowd": 1, "segmentation": crowd, "bbox": [2.25, 0, 9.5, 32]}
-    (workdir / "drawn/train.json").write_text(json.dumps(said))
+    encoding = {"counts": [64, 320, 896], "size": [32, 40]}
+    crowd = {"iscrowd": 1, "segmentation": encoding, "bbox": [2.25, 0, 9.5, 32]}
+    changed(workdir / "drawn/train.json", lambda it: it["annotations"][1].update(crowd))
     return workdir / "drawn"
 
 
@@ -138,9 +137,8 @@ def test_larger_images_are_resized_with_their_polygons_and_run_lengths_are_refus
     words = ("pack", *BOXES, "data.dataset.masks=true", "max_side=20")
     assert "max_side: is set, and an outline is a run-length encoding" in rejected(*words, "output=none").err
     assert not [*Path("none").glob("[!.]*")]
-    said = json.loads((drawn / "train.json").read_text())
-    said["annotations"][1] |= {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
-    (drawn / "train.json").write_text(json.dumps(said))
+    outline = {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
+    changed(drawn / "train.json", lambda it: it["annotations"][1].update(outline))
     accepted(*words, "output=out")
     packed, source = shards("out", target="boxes")["train"], read_coco("drawn", masks=True)["train"]
     for place, index in enumerate(packed_order("out/train")):

@@ -42,12 +42,12 @@ MIX: dict[str, dict[str, Any]] = {
         ]
     },
 }
-FURTHER = [
-    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": padding})
-    for padding in ("edge", "reflect")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *TRAIN.items(),
+    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": "edge"}),
+    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": "reflect"}),
+    ("runner.data.transforms.augment.RandomFlip", {"alternate": True}),
 ]
-FURTHER += [("runner.data.transforms.augment.RandomFlip", {"alternate": True})]
-CASES = [*TRAIN.items(), *FURTHER]
 cases = pytest.mark.parametrize(
     ("target", "arguments"), CASES, ids=[f"{target.rsplit('.')[-1]}-{words}" for target, words in CASES]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +19,15 @@ from runner.models.resnet_cifar import ResNet18
 from runner.models.small_cnn import SmallCNN
 from runner.models.vit import ViT
 
-Build = Callable[[int, tuple[int, int], int], nn.Module]
+Build = Callable[..., nn.Module]
 
 BUILDERS: dict[str, Build] = {
-    "mlp": lambda channels, size, classes: MLP(channels, size, classes, hidden=[32, 16]),
-    "small_cnn": lambda channels, size, classes: SmallCNN(channels, classes, width=8),
-    "resnet18_cifar": lambda channels, size, classes: ResNet18(channels, classes, width=8),
-    "vit_tiny": lambda channels, size, classes: ViT(channels, size, classes, dim=24, depth=2, heads=3),
+    "mlp": lambda channels, size, classes, **rates: MLP(channels, size, classes, hidden=[32, 16], **rates),
+    "small_cnn": lambda channels, size, classes, **rates: SmallCNN(channels, classes, width=8, **rates),
+    "resnet18_cifar": lambda channels, size, classes, **rates: ResNet18(channels, classes, width=8, **rates),
+    "vit_tiny": lambda channels, size, classes, **rates: ViT(
+        channels, size, classes, dim=24, depth=2, heads=3, **rates
+    ),
 }
 
 every_model = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS.keys())
@@ -222,19 +225,12 @@ def test_rates_of_drop_path_rise_linearly_to_that_of_the_last_block() -> None:
     assert rates(ResNet18(1, 3, width=4, drop_path=0.8)) == pytest.approx([0.1 * n for n in range(1, 9)])
 
 
-RATES: dict[str, Callable[..., nn.Module]] = {
-    "dropout of mlp": lambda **rates: MLP(1, (8, 8), 3, **rates),
-    "dropout of small_cnn": lambda **rates: SmallCNN(1, 3, width=8, **rates),
-    "dropout of vit": (vit := lambda **rates: ViT(1, (8, 8), 3, dim=12, depth=2, **rates)),
-    "dropout of resnet": (resnet := lambda **rates: ResNet18(1, 3, width=4, **rates)),
-    "drop_path of vit": vit,
-    "drop_path of resnet": resnet,
-}
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_drop_path_and_dropout_act_while_training_and_only_then(name: str) -> None:
-    build, key, images = RATES[name], name.partition(" ")[0], torch.randn(8, 1, 8, 8)
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [*(("dropout", name) for name in BUILDERS), ("drop_path", "vit_tiny"), ("drop_path", "resnet18_cifar")],
+)
+def test_drop_path_and_dropout_act_while_training_and_only_then(key: str, name: str) -> None:
+    build, images = functools.partial(BUILDERS[name], 1, (8, 8), 3), torch.randn(8, 1, 8, 8)
     model = build(**{key: 0.5})
     assert not torch.equal(model(images), model(images))
     model.eval()

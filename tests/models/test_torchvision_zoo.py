@@ -165,28 +165,25 @@ def test_weights_that_cannot_be_fetched_or_read_say_where_the_file_belongs(offli
 
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+AVERAGE = {"mean": [pytest.approx(0.449)], "std": [pytest.approx(0.226)]}
+GIVEN = ("data.normalize.mean=[0.5,0.5,0.5]", "data.normalize.std=[0.2,0.2,0.2]")
 
 
-def settled(compose: Callable[..., Any], *words: str) -> Any:
-    composition = compose("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", *words)
-    return resolve_config(composition, Train).data
-
-
+@pytest.mark.parametrize(
+    ("words", "size", "normalize"),
+    [
+        (("data=cifar10",), 224, IMAGENET),
+        (("data=cifar10", "data.image_size=64"), 64, IMAGENET),
+        (("data=cifar10", *GIVEN), 224, {"mean": [0.5] * 3, "std": [0.2] * 3}),
+        (("data=mnist",), 224, AVERAGE),  # over the colours, for grey images
+    ],
+)
 def test_images_are_prepared_as_the_weights_want_them_unless_the_command_line_says_otherwise(
-    compose: Callable[..., Any],
+    words: tuple[str, ...], size: int, normalize: dict[str, Any], compose: Callable[..., Any]
 ) -> None:
-    data = settled(compose, "data=cifar10")
-    assert (data.image_size, dataclasses.asdict(data.normalize)) == (224, IMAGENET)
-    data = settled(compose, "data=cifar10", "data.image_size=64")
-    assert (data.image_size, data.normalize.mean) == (64, IMAGENET["mean"])
-    data = settled(compose, "data=cifar10", "data.normalize.mean=[0.5,0.5,0.5]", "data.normalize.std=[0.2,0.2,0.2]")
-    assert (data.image_size, data.normalize.mean, data.normalize.std) == (224, [0.5] * 3, [0.2] * 3)
-
-
-def test_grey_images_get_the_averages_over_the_colours(compose: Callable[..., Any]) -> None:
-    normalize = settled(compose, "data=mnist").normalize
-    assert normalize.mean == [pytest.approx(0.449)]
-    assert normalize.std == [pytest.approx(0.226)]
+    composition = compose("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", *words)
+    data = resolve_config(composition, Train).data
+    assert (data.image_size, dataclasses.asdict(data.normalize)) == (size, normalize)
 
 
 def test_random_weights_want_nothing(compose: Callable[..., Any]) -> None:
