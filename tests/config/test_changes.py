@@ -46,6 +46,8 @@ def test_nothing_is_declared_that_is_no_key() -> None:
         ("model", Change.REFUSED),
         ("data.dataset.samples", Change.REFUSED),
         ("optimizer._target_", Change.REFUSED),
+        *((key, Change.REFUSED) for key in ("init_from", "freeze", "unfreeze_at", "init", "model.head")),
+        *((f"optimizer.{key}", Change.REFUSED) for key in ("no_decay", "lr_mult", "layer_decay")),
         ("optimizer.lr", Change.REPORTED),
         ("optimizer.betas.0", Change.REPORTED),
         ("callbacks.early_stopping.patience", Change.REPORTED),

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,6 @@ from torch import nn
 
 from runner.optim.losses import CrossEntropy
 from runner.run.ranks import uneven_loss
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from scale_equality import CASES, COMMON, Runs
 
 # Epochs of 5 batches; the last one has a single sample, so ranks have to do without.
