@@ -234,6 +234,21 @@ def test_json_has_one_meaning_however_it_is_spelled(accepted, trained, word):
             assert verb.expand_shorthand(["seed=1", word]) == ["seed=1", "json=true"]
 
 
+@pytest.mark.parametrize(
+    ("verb", "words", "meant"),
+    [
+        ("audit", "vary=threads:0,2 +vary=amp:bf16 vary={seed:1}", "vary.threads=[0,2] vary.amp=bf16 vary={seed:1}"),
+        ("check", "only=labels,logits skip=modes", "only=[labels,logits] skip=[modes]"),
+        ("check", "only=labels,logits -m", "only=[labels,logits] -m"),
+        ("check", "--json --strict --train seed=1", "json=true strict=true train=true seed=1"),
+        ("inspect", "features=a.b,c +what=layers what=null", "features=[a.b,c] +what=[layers] what=null"),
+        ("inspect", "tensors=[x] seed=1,2 output=a,b", "tensors=[x] seed=1,2 output=a,b"),
+    ],
+)  # fmt: skip
+def test_short_words_are_spelled_out_before_hydra_sees_them(verb, words, meant):
+    assert VERBS[verb].expand_shorthand(words.split()) == meant.split()
+
+
 def test_the_module_and_the_command_are_the_same_program():
     command = [sys.executable, "-m", "runner", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -48,24 +48,6 @@ def test_checks_are_chosen_by_name_and_by_group(run: Callable[..., Any]) -> None
     assert "check of digits" in result.err, "what is not JSON goes to standard error"
 
 
-UNKNOWN = "there is no check or group 'step-sizee'; did you mean 'step-size'?"
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("only=[step-sizee]", (f"only: {UNKNOWN}", "allowed: config, data, labels")),
-        ("skip=[step-sizee]", (f"skip: {UNKNOWN}", "allowed: data, labels")),
-        ("skip=build", ("skip: 'build' always runs",)),
-        ("skip=config", ("skip: 'config' always runs",)),
-    ],
-)
-def test_what_cannot_be_chosen_is_an_error(run: Callable[..., Any], words: str, told: tuple[str, ...]) -> None:
-    result = run(*QUICK, words)
-    assert result.status == 2
-    assert all(text in result.err for text in told), result.err
-
-
 def test_check_refuses_a_config_like_train(run: Callable[..., Any]) -> None:
     told = [run(verb, "epoch=3", "threads=1") for verb in ("train", "check")]
     assert [each.status for each in told] == [2, 2]

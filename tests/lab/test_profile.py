@@ -222,8 +222,3 @@ def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(
     config = Path("here/there/config.yaml").read_text()
     assert "samples: 54" in config, "the line is on top"
     assert "epochs: 1" in config, "the rest is the checkpoint's"
-
-
-def test_a_file_in_the_way_of_the_folder_is_a_mistake(rejected: Callable[..., Any], workdir: Path) -> None:
-    (workdir / "file").write_text("")
-    assert rejected(*SMALL, "output=file/there").err.startswith("error: output: cannot write")

@@ -234,41 +234,6 @@ def test_two_runs_are_compared_and_the_command_for_their_weights_works(
     assert same.difference is None
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["nowhere"], "nowhere"),
-        (["."], "holds no run"),
-        (["RUNS", "column=seed"], "columns"),
-        (["RUNS", "columns=optimizer.rl"], "optimizer.lr"),
-        (["RUNS", "sort=acc"], "sort: cannot be acc: no run has it; did you mean 'val/accuracy'"),
-        (["RUNS", "where=seed>100"], "to select runs, use runner.runs().to_pandas().query() in Python"),
-        (["RUNS", "seeds=some"], "seeds"),
-        (["RUNS", "diff=true"], "diff"),
-        (["RUNS", "diff=yes"], "diff"),
-        (["RUNS", "--html"], "html"),
-        (["RUNS", "against=RUNS/0/summary.json"], "against"),
-        (["RUNS", "against=RUNS", "tolerance.speed=1"], "tolerance.speed"),
-        (["RUNS", "against=RUNS", "tolerance.step=fast"], "tolerance.step"),
-        (["RUNS", "csv=nowhere/t.csv"], "mkdir -p nowhere"),
-        (["RUNS", "html=."], "it is a folder"),
-        (["RUNS", "save_baseline="], "save_baseline: cannot be ''"),
-        (["RUNS", "against="], "against: is empty"),
-        (["RUNS", "against=nowhere"], "against: there is no nowhere"),
-        (["RUNS", "tolerance.step=0.1"], "against=PLACE"),
-        (["RUNS", "tolerance=0.1"], "tolerance.metric"),
-        (["name=digits"], "takes folders, not name=\n    allowed: report outputs/digits"),
-        (["ckpt_path=RUNS"], "report RUNS"),
-    ],
-)
-def test_mistakes_name_what_is_wrong(
-    many: Callable[[int], Path], run: Callable[..., Any], words: list[str], key: str
-) -> None:
-    done = run("report", *(word.replace("RUNS", str(many(20))) for word in words))
-    assert done.status == 2, done.out
-    assert key.replace("RUNS", str(many(20))) in done.err
-
-
 def test_python_takes_runs_lists_and_columns_as_text(many: Callable[[int], Path], tmp_path: Path) -> None:
     found = runner.runs([many(20)])
     assert len(runner.runs(found)) == len(runner.runs([found[0]], found[1:])) == 20
