@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import batchnorm_ranks
 import pytest
+import rank_functions
 import torch
 from extended import some
 from torch import nn
@@ -20,8 +20,8 @@ from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
     on_ranks: Callable[..., list[Any]], ranks: int
 ) -> None:
-    found = on_ranks(batchnorm_ranks.compared, ranks)
-    assert len(found[0]) == len(batchnorm_ranks.SHAPES) * 2
+    found = on_ranks(rank_functions.batchnorm, ranks)
+    assert len(found[0]) == len(rank_functions.SHAPES) * 2
     for case in found[0]:
         errors, buffers = zip(*(rank_found[case] for rank_found in found), strict=True)
         assert max(errors) < 1e-12, case

@@ -25,7 +25,7 @@ SMALL = (
 MLP = ("model=mlp", "model.hidden=[16]")
 VIT = ("model=vit_tiny", "model.dim=12", "model.depth=2", "model.mlp_ratio=2")
 WINDOW = (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9")
-TIED = ("model=null", "+model._target_=tied.Tied", "trust=[tied,poison]", "ema=0.9", "grad_clip.norm=0.5")
+TIED = ("model=null", "+model._target_=rank_faults.Tied", "trust=[rank_faults,poison]", "ema=0.9", "grad_clip.norm=0.5")
 TWO = ("devices=2", "strategy=fsdp")
 NORMS = ("model=small_cnn", "model.width=4", "model.dropout=0", "sync_batchnorm=true", "grad_clip.value=0.01")
 PARTS = ("freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1")
@@ -82,7 +82,11 @@ def test_accumulation_clipping_an_average_and_resuming_across_strategies(
 def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Callable[..., Any], tmp_path: Path) -> None:
     held = {}
     for name in ("ddp, 2", "fsdp, 2"):
-        words = (f"+callbacks.held={{_target_:held.Held,folder:{tmp_path}}}", "trust=[held,poison]", "max_steps=1")
+        words = (
+            f"+callbacks.held={{_target_:rank_faults.Held,folder:{tmp_path}}}",
+            "trust=[rank_faults,poison]",
+            "max_steps=1",
+        )
         runs(*VIT, *LAYOUTS[name], *words, "optimizer=adamw")
         held[name] = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
     for rank in held["fsdp, 2"]:
