@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,7 @@ class Net(nn.Module):
 """
 CALL = (
     *("bench", "threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=3", "steps=5", "--config-dir", "mine", "model=own"),
+    *("repeats=3", "steps=5", "--config-dir", "mine", "model=failing"),
 )
 OPTION = "# Fails with amp.\n_target_: bench_parts.Net\nsteps_with_amp: 1000\nbroken: false\n"
 
@@ -51,14 +50,12 @@ Measured = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def parts(workdir: Path, own_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model, and measurements as short as their steps."""
     monkeypatch.setattr("runner.lab.bench._LEAST_S", 0.0)
-    (workdir / "bench_parts.py").write_text(PARTS)
+    own_module("bench_parts", PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
-    (workdir / "mine" / "model" / "own.yaml").write_text(OPTION)
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("PYTHONPATH", str(workdir), prepend=os.pathsep)
+    (workdir / "mine" / "model" / "failing.yaml").write_text(OPTION)
 
 
 @pytest.fixture

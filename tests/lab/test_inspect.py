@@ -276,10 +276,9 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
 
 
 def test_a_module_called_like_a_path_writes_into_the_folder_alone(
-    inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workdir: Path
+    inspect: Callable[..., Any], own_module: Callable[..., Path], workdir: Path
 ) -> None:
-    monkeypatch.syspath_prepend(str(workdir))
-    (workdir / "away.py").write_text(AWAY)
+    own_module("away", AWAY)
     net = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=away.net")
     found = inspect(*DATA, *net, "what=features", "tensors=['up/away/x']")
     assert found["files"] == ["features_up_away_x.png"]

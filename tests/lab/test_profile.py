@@ -154,10 +154,9 @@ def test_the_shares_add_up_and_the_trace_has_our_ranges(profile: Callable[..., A
 
 
 def test_a_slow_data_set_shows_in_the_three_shares(
-    accepted: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
+    accepted: Callable[..., Any], own_module: Callable[..., Path]
 ) -> None:
-    (workdir / "slow_set.py").write_text(SLOW)
-    monkeypatch.syspath_prepend(str(workdir))
+    own_module("slow_set", SLOW)
     result = accepted(*SMALL, "data.dataset={_target_: slow_set.Slow}", "data.placement=disk", "data.num_workers=0")
     *_, data, host, device, folder = result.out.splitlines()
     found = json.loads((Path(folder) / "profile.json").read_text())
