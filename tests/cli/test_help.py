@@ -185,14 +185,14 @@ def test_list_shows_the_groups_that_are_named_or_all_and_their_options(named, ca
 
 def test_list_show_and_help_see_the_users_own_folder(capsys, workdir):
     (workdir / "mine" / "model").mkdir(parents=True)
-    own = workdir / "mine" / "model" / "own.yaml"
+    own = workdir / "mine" / "model" / "users.yaml"
     own.write_text("# My own model.\n_target_: my_package.Net\n")
     assert main(["list", "model", "--config-dir", "mine"]) == 0
-    assert re.search(r"^  own +My own model\.$", capsys.readouterr().out, re.MULTILINE)
-    assert main(["show", "--config-dir=mine", "model=own"]) == 0
+    assert re.search(r"^  users +My own model\.$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["show", "--config-dir=mine", "model=users"]) == 0
     assert capsys.readouterr().out == f"# {own}\n{own.read_text()}\n"
     assert main(["train", "--config-dir", "mine", "--help"]) == 0
-    assert re.search(r"^  model .*\bown\b", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^  model .*\busers\b", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
