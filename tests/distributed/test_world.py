@@ -18,20 +18,18 @@ from runner.base.errors import UserError
 from runner.run import ranks
 
 
-def test_an_error_that_cannot_be_sent_reaches_every_rank(on_ranks: Callable[..., list[Any]]) -> None:
+def test_an_error_that_cannot_be_sent_reaches_every_rank(on_ranks: Any) -> None:
     expected = ["RuntimeError: Holding: no room", "RuntimeError: Demanding: code 7", "KeyError: 'gone'"]
     assert on_ranks(rank_functions.errors, 2) == [expected, expected]
 
 
-def test_ranks_whose_clocks_differ_agree(on_ranks: Callable[..., list[Any]]) -> None:
+def test_ranks_whose_clocks_differ_agree(on_ranks: Any) -> None:
     assert on_ranks(rank_functions.agreed, 2) == [[5.0, "", 6.0, "SIGTERM", 7.0, "", 8.0, "a time limit"]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", some([2, 3, 4], 0))
-def test_splits_of_many_sizes_give_the_same_numbers_on_any_number_of_ranks(
-    on_ranks: Callable[..., list[Any]], count: int
-) -> None:
+def test_splits_of_many_sizes_give_the_same_numbers_on_any_number_of_ranks(on_ranks: Any, count: int) -> None:
     # One process, without a process group.
     expected = json.loads(json.dumps(rank_functions.evaluated_splits()))  # JSON keeps every bit of a float
     found = on_ranks(rank_functions.evaluated, count)

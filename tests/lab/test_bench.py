@@ -78,7 +78,7 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
-    accepted: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(config: Bench, workers: int | None, candidate: Candidate, most_s: float | None) -> float:
         candidate.speeds.append(2.0 if candidate.words else 1.0)
@@ -188,7 +188,7 @@ def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: 
 
 
 def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words_on_top(
-    train: Callable[..., Any], accepted: Callable[..., Any], short_runs_forked: None
+    train: Any, accepted: Any, short_runs_forked: None
 ) -> None:
     trained = train(
         "data=synthetic", "data.image_size=8", "model=mlp", "model.hidden=[7]", "max_steps=1", "epochs=null"
@@ -200,7 +200,7 @@ def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words
 
 
 @pytest.mark.extended
-def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Callable[..., Any]) -> None:
+def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Any) -> None:
     accepted(*CALL, "--multirun", "toggles=[]", "seed=0,1")
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):
