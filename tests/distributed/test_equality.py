@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ class OverWeights(nn.Module):
         return nn.functional.cross_entropy(logits, targets, weight=weight)
 
 
-def test_a_loss_that_is_no_mean_over_samples_is_named(compose: Callable[..., Any]) -> None:
+def test_a_loss_that_is_no_mean_over_samples_is_named(compose: Any) -> None:
     from runner.config.load import resolve_config
     from runner.config.schema import VERBS
     from runner.train import build_run

@@ -214,7 +214,7 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
         images, others = images_below(folder / name, times)
         if not images:
             problem = f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})"
-            raise UserError("data.root", problem)
+            raise UserError("data.root", problem, "add some, or remove the folder")
         names += map(os.fsencode, images)
         counts.append(len(images))
         unread += len(others)
