@@ -206,16 +206,16 @@ BUDGET = {
     ".": 824,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_697,
+    "config": 3_708,
     "data": 7_676,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 703,
-    "engine": 3_005,  # with the step of ranks, which was in distributed
+    "distributed": 707,
+    "engine": 3_007,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_054,
+    "lab": 6_061,
     "launch": 968,
     "models": 1_302,
     "optim": 1_280,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_789,
+    "run": 3_803,
     "runtime": 1_314,
     "sweeps": 1_833,
     "tasks": 777,

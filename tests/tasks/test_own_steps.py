@@ -118,9 +118,9 @@ def test_further_scalars_of_an_evaluation_are_means_and_may_decide_which_one_is_
     assert seen["first"] == result.summary["best"]["value"]
     assert ranks.summary["test"] == result.summary["test"]
     assert train(*words, "checkpoint.monitor=loss").summary["best"]["metric"] == "val/loss"
-    refused((*words, "checkpoint.monitor=frist"), "checkpoint.monitor", "val/first")
-    refused((*words, "task._target_=own_steps.MeasuredAsMetric"), "task", "other names", "wrong")
-    refused((*words, "task._target_=own_steps.MeasuredAsWeight"), "task", "other names", "weight")
+    refused((*words, "checkpoint.monitor=first_one"), "checkpoint.monitor", "val/first")
+    refused((*words, "task._target_=own_steps.MeasuredAsMetric"), "task", "gives 'wrong'")
+    refused((*words, "task._target_=own_steps.MeasuredAsWeight"), "task", "gives 'weight'")
 
 
 def test_an_evaluation_draws_the_same_random_numbers_each_time(train: Callable[..., Any], printed: Any) -> None:

@@ -99,6 +99,9 @@ def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (workdir / "deep").mkdir()
     for path in ("short.py", "deep/short.py"):
         (workdir / path).write_text(FILE)
+    step = "class T(T):\n    def training_step(self): ...\n"
+    (workdir / "named.py").write_text(f"from other import T, model\nclass Views: ...\ndata = Views\n{step}")
+    (workdir / "made.py").write_text(f"data = [1, 2]\n{step}")
     (workdir / "one.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\n")
     monkeypatch.syspath_prepend(str(workdir))
     for name in ("short", "deep", "deep.short"):
@@ -133,6 +136,8 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
     (["task=short.py:Other", "data=digits", "model=mlp"],
      "task=null task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
+    (["task=named.py", "ckpt_path=null"], "task=null task._target_=named.T name=named trust=[named] loss=none model=null "
+     "model._target_=named.model data=own data.dataset._target_=named.data transform=none data.images=[] ckpt_path=null"),
     (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),
 ])  # fmt: skip
 def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: list[str], expected: str) -> None:
@@ -146,6 +151,7 @@ def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: 
     ("task=broken.py", "broken.py, line 1"),
     ("task=../short.py", "below the current folder"),
     ("task=my-task.py", "names that Python can import"),
+    ("task=made.py", "has 'data' that is no function"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_meant_is_a_sentence(word: str, reason: str, rejected: Any, folder: Path) -> None:
     (folder / "two.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\nclass C(A): ...\n")
@@ -179,6 +185,12 @@ def test_any_tensors_are_exported_by_name(
         (name, size) for name in ("safetensors", "torch_export", "onnx", "torchscript") for size in (1, 5)
     }
     assert max(row["max_rel"] for row in record["comparison"]) < 1e-5
+
+
+def test_a_run_that_is_never_evaluated_needs_no_scalar(train: Callable[..., Any], folder: Path) -> None:
+    (folder / "short.py").write_text(FILE + "\nclass Best(Base):\n    monitor, mode = 'val/best', 'max'\n")
+    words = ("task=short.py:Best", "evaluate.every_epochs=null", "evaluate.test=false")
+    assert train(*QUICK, *words).summary["best"] is None
 
 
 @pytest.mark.parametrize(("words", "given", "key", "reason"), [
