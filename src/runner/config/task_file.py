@@ -60,7 +60,7 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
         for each in map(ast.unparse, node.targets):
             if each in ("data", "model") and not isinstance(node.value, ast.Name | ast.Attribute) and each not in given:
                 allowed = f"a function or a class: def {each}(): ..."
-                raise UserError("task", f"{file} has '{each}' that is no function", allowed)
+                raise UserError("task", f"{file} has '{each}' that is not a function", allowed)
             top.add(each)
     # Who names the file runs it
     written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
