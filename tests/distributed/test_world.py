@@ -15,6 +15,8 @@ from extended import some
 from torch import nn
 
 from runner.base.errors import UserError
+from runner.distributed import gather
+from runner.distributed.world import World
 from runner.run import ranks
 
 
@@ -81,3 +83,12 @@ def test_buffers_that_differ_between_ranks_are_named_once(
         compared.on_step(None)
     said = [call.args[0] for call in directory.console.warn.call_args_list]
     assert [f"are kept: {name};" in text for name, text in zip(named, said, strict=True)] == [True] * len(named)
+
+
+def test_gather_refuses_what_has_no_row_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "world", lambda: World(1, 2))
+    with gather.training_on(16, whole=True):
+        with pytest.raises(ValueError, match="8 here, got 16: gather each view by itself"):
+            gather.gather(torch.zeros(16, 2))
+        with pytest.raises(ValueError, match="a tensor without dimensions"):
+            gather.gather(torch.tensor(1.0))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 from extras import needs
 
 from runner.base.errors import UserError
@@ -168,11 +169,11 @@ PAIRS = ("model._target_=short.Pairs",)
 
 
 @needs("export")
-@pytest.mark.parametrize(("words", "inputs", "outputs"), [
+@pytest.mark.parametrize(("words", "inputs", "outputs"), some([
     (("task=short.py:Short",), {"input": [64]}, {"outputs": [4]}),
     (TEXTS, {"tokens": [64], "mask": [64]}, {"sum": [3], "twice": [64]}),
     (("task=short.py:OfPairs", *PAIRS), {"one": [64], "other": [64]}, {"outputs_0": [3], "outputs_1": [3]}),
-])  # fmt: skip
+], 1, several=True))  # fmt: skip
 def test_any_tensors_are_exported_by_name(
     words: tuple[str, ...], inputs: Any, outputs: Any, train: Callable[..., Any], printed: Any
 ) -> None:
