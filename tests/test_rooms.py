@@ -208,7 +208,7 @@ BUDGET = {
     "checkpoint": 1_398,
     "config": 3_708,
     "data": 7_676,  # boxes, outlines and names of all readers are checked alike
-    "distributed": 707,
+    "distributed": 706,
     "engine": 3_007,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_061,
