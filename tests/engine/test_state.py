@@ -165,5 +165,5 @@ def test_moments_of_no_weight_are_refused(number: Any) -> None:
     old.step()
     state = copy.deepcopy(old.state_dict())
     state["state"] = {number: state["state"][0]}
-    with pytest.raises(ValueError, match=f"exp_avg is that of weight {number!r}"):
+    with pytest.raises(ValueError, match=f"exp_avg belongs to weight {number!r}"):
         load_optimizer(torch.optim.AdamW([weight]), state)

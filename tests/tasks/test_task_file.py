@@ -152,7 +152,7 @@ def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: 
     ("task=broken.py", "broken.py, line 1"),
     ("task=../short.py", "below the current folder"),
     ("task=my-task.py", "names that Python can import"),
-    ("task=made.py", "has 'data' that is not a function"),
+    ("task=made.py", "'data' of made.py is a value"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_meant_is_a_sentence(word: str, reason: str, rejected: Any, folder: Path) -> None:
     (folder / "two.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\nclass C(A): ...\n")

@@ -34,7 +34,7 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     module = ".".join(file.with_suffix("").parts)
     if not all(part.isidentifier() for part in module.split(".")):
         allowed = "a path below the current folder, of names that Python can import, such as my_folder/my_task.py"
-        raise UserError("task", f"names the file {file}", allowed)
+        raise UserError("task", f"{file} cannot be imported by its path", allowed)
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (OSError, SyntaxError, ValueError) as error:
@@ -60,7 +60,7 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
         for each in map(ast.unparse, node.targets):
             if each in ("data", "model") and not isinstance(node.value, ast.Name | ast.Attribute) and each not in given:
                 allowed = f"a function or a class: def {each}(): ..."
-                raise UserError("task", f"{file} has '{each}' that is not a function", allowed)
+                raise UserError("task", f"'{each}' of {file} is a value", allowed)
             top.add(each)
     # Who names the file runs it
     written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
