@@ -48,3 +48,8 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
         except TypeError as error:
             problem = f"{what} whose {name}{signature} does not take {' and '.join(calls[name]) or 'no arguments'}"
             raise UserError(f"{key}._target_", problem, f"{name}({', '.join(('self', *calls[name]))})") from error
+
+
+def takes_count(task: Any) -> bool:
+    """Whether a task has a method `sample` with an argument `count`."""
+    return callable(getattr(task, "sample", None)) and "count" in inspect.signature(task.sample).parameters
