@@ -45,7 +45,7 @@ class Fault:
             raise ValueError("a mistake that is found at run time")
 '''
 NAMED = {
-    "killed": "failed: killed by SIGKILL: perhaps out of memory",
+    "killed": "failed: its process was killed by SIGKILL: perhaps out of memory",
     "memory": "failed: ",
     "mistake": "failed: ValueError: a mistake that is found at run time",
 }

@@ -27,12 +27,14 @@ from runner.config.composition import Composition
 from runner.config.load import opened, resolve_config
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
+from runner.config.task_file import with_task_file
 from runner.data.module import callables
 from runner.data.sources.image_files import ImageFiles
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
 from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
 from runner.run.model import model_of, prepared
+from runner.run.setup import why_occupied
 from runner.runtime.device import choose_device, switches_kept
 from runner.runtime.precision import choose_precision
 from runner.tasks.task import Task
@@ -189,6 +191,8 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
     composition = _composition("train", () if config else overrides, config_dir)
     if config is not None:
         composition = dataclasses.replace(composition, values=keys.to_plain(config), group_choices={}, primary="")
+    if mistake := why_occupied(composition):
+        raise mistake
     if composition.values["dry_run"] is True:
         raise UserError("dry_run", "makes no run that train() could return", "python -m runner train dry_run=true")
     with _RUNNING, switches_kept():
@@ -281,10 +285,8 @@ def _composition(verb: str, words: Sequence[Any], config_dir: str | Path | None)
             loop = "a loop over train(), or " if word in ("-m", "--multirun") else ""
             allowed = f"overrides such as seed=1, config_dir=, or {loop}python -m runner {verb} {word}"
             raise UserError("overrides", f"{word} is a flag of the command line", allowed)
-    with (
-        _COMPOSING,
-        opened(verb, [*words, *([f"--config-dir={config_dir}"] if config_dir else [])], True) as composition,
-    ):
+    argv = [*with_task_file(words), *([f"--config-dir={config_dir}"] if config_dir else [])]
+    with _COMPOSING, opened(verb, argv, True) as composition:
         assert composition is not None, "flags that show something are refused"
         return composition
 

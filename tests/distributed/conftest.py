@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import rank_faults
 import rank_functions
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from rank_pool import RankPool
 
@@ -38,6 +36,6 @@ def on_ranks(pool: RankPool, tmp_path: Path) -> Callable[..., list[Any]]:
 @pytest.fixture
 def here(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a test whose ranks import `rank_faults`."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(rank_faults.__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", str(Path(rank_faults.__file__).parent), prepend=os.pathsep)
     monkeypatch.setenv("RUNNER_TRUST", "rank_faults")
     return workdir

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 
 MODULE = '''
 import torch
@@ -43,12 +44,16 @@ WORDS = (
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "named"),
-    [
-        (("devices=2",), "hidden"),
-        (("devices=2", "+model.remembers=false"), "queue"),
-        (("devices=2", "+model.remembers=false", "+model.queue=false"), ""),
-        ((), ""),
-    ],
+    some(
+        [
+            (("devices=2",), "hidden"),
+            (("devices=2", "+model.remembers=false"), "queue"),
+            (("devices=2", "+model.remembers=false", "+model.queue=false"), ""),
+            ((), ""),
+        ],
+        *(0, 2),
+        several=True,
+    ),
 )
 def test_buffers_that_differ_between_ranks_are_named_once(
     train: Callable[..., Any],

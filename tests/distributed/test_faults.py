@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from runner.launch.ranks import run_ranks
 from runner.runtime.signals import StopSignals
 
 WORDS = (*rank_faults.WORDS, "checkpoint.every_steps=1", "checkpoint.min_seconds=0", "max_steps=4")
-FAULT = ("+callbacks.mine._target_=rank_faults.Fault", "+callbacks.mine.how=SIGSTOP", "+callbacks.mine.step=2")
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def agent(here: Path) -> Agent:
     return Agent()
 
 
-def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
+def test_a_rank_with_other_data_is_named(here: Path, run: Any, pool: RankPool) -> None:
     with pool.installed():
         result = run("train", *WORDS, "devices=2", "data.dataset._target_=rank_faults.data", "hydra.run.dir=run")
     assert result.status == 2
@@ -42,8 +41,25 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
 
 
 @pytest.mark.slow
+def test_ranks_replace_the_same_samples_as_one_process_and_count_them_once(
+    here: Path, train: Any, run: Any, pool: RankPool
+) -> None:
+    words = (*WORDS, "epochs=1", "data.dataset._target_=rank_faults.unreadable", "data.on_error=skip", "dtype=float64")
+    words = (*words, "max_steps=20", "data.normalize={mean: [0.5], std: [0.25]}")
+    one = train(*words)
+    with pool.installed():
+        two = train(*words, "devices=2", "data.num_workers=1")
+        refused = run("train", *words, "devices=2", "data.max_skipped=0", "data.num_workers=0")
+    assert one.summary["skipped"] == two.summary["skipped"] >= 6, "of 90 samples"
+    assert two.summary["test"]["loss"] == pytest.approx(one.summary["test"]["loss"], rel=1e-9)
+    assert refused.status == 2
+    assert re.search(r"data.max_skipped: 1 of the \d+ samples of 'train' cannot be read", refused.err)
+    assert "ValueError: not this one" in refused.err
+
+
+@pytest.mark.slow
 def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
-    workdir: Path, train: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    workdir: Path, train: Any, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_TRUST", "kept_losses")
     mixing = "transform.mix={_target_: runner.data.transforms.mixing.Mixup}"  # batches are made of rows of all ranks
@@ -53,18 +69,9 @@ def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
     assert read(result.directory / "checkpoints/last.safetensors")["averaged"]["updates"] == 7
 
 
-def test_a_stopped_rank_is_named(here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for wait in ("_NOTICED_S", "_TERMINATED_S"):  # a stopped process does not notice SIGTERM
-        monkeypatch.setattr(f"runner.launch.ranks.{wait}", 0.5)
-    result = run("train", *WORDS, "devices=2", "dist.timeout_s=2", *FAULT, "hydra.run.dir=run")
-    assert result.status == 1
-    assert "error: rank 1 took no part for dist.timeout_s" in result.err
-    assert result.err.count("error: ") == 1
-
-
 @pytest.mark.extended
 def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoint(
-    here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    here: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.launch.ranks._PATIENCE_S", 2)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))

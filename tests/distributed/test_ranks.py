@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -31,36 +30,30 @@ def losses(folder: Path) -> dict[tuple[str, int], float]:
     return {(record["split"], record["global_step"]): record["loss"] for record in records}
 
 
-def test_ranks_train_what_one_process_trains(here: Path, train: Callable[..., Any]) -> None:
-    one, three, again = (
-        train(*WORDS, "model.dropout=0", f"devices={ranks}", f"hydra.run.dir={place}")
-        for place, ranks in enumerate((1, 3, 3))
-    )
+def test_ranks_train_what_one_process_trains_also_as_a_job_of_a_sweep(here: Path, train: Any, run: Any) -> None:
+    words = (*WORDS, "model.dropout=0")
+    one, three = train(*words), train(*words, "devices=3")
     assert len(losses(one.directory)) == 25, "22 steps, 2 evaluations and the test"
     assert losses(three.directory) == pytest.approx(losses(one.directory), rel=1e-4)
     assert (three.directory / "logs/rank_1.log").is_file()
     assert three.summary["status"] == "finished"
-    assert three.summary["weights_sha256"] == again.summary["weights_sha256"]
+    swept = run("train", *words, "devices=3", "--multirun", "seed=0", "hydra.sweep.dir=sweep")
+    assert "1 of 1 jobs finished" in swept.out
+    job = json.loads((here / "sweep/0/summary.json").read_text())
+    assert job["weights_sha256"] == three.summary["weights_sha256"]
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("raise", "rank 1: ValueError: a mistake of mine"),
-        ("SIGKILL while the launcher is busy", "rank 1 was killed by SIGKILL"),
-    ],
-)
-def test_a_rank_that_fails_is_named_once(here: Path, run: Callable[..., Any], how: str, said: str) -> None:
-    result = run("train", *WORDS, "devices=2", FAULT, f"+callbacks.mine.how={how}", "hydra.run.dir=run")
+def test_an_error_of_a_rank_is_told_once_with_its_place(here: Path, run: Any) -> None:
+    result = run("train", *WORDS, "devices=2", FAULT, "hydra.run.dir=run")
     assert result.status == 1
-    assert f"error: {said}" in result.err
+    assert "error: rank 1: ValueError: a mistake of mine" in result.err
     assert result.err.count("error: ") == 1
-    assert ("rank_faults.py" in result.err) == (how == "raise")
-    assert json.loads((here / "run/summary.json").read_text())["error"] == said
+    assert "rank_faults.py" in result.err
+    assert json.loads((here / "run/summary.json").read_text())["error"] == "rank 1: ValueError: a mistake of mine"
 
 
-def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train: Callable[..., Any]) -> None:
-    fault = (FAULT, "+callbacks.mine.how=SIGKILL once", "+callbacks.mine.step=20")
+def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train: Any) -> None:
+    fault = (FAULT, "+callbacks.mine.kill=true", "+callbacks.mine.step=20")
     whole = train(*WORDS, "devices=2", "hydra.run.dir=whole")
     again = train(*WORDS, "devices=2", *fault, "max_restarts=1", "hydra.run.dir=again")
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
@@ -70,7 +63,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
 @pytest.mark.extended
 @pytest.mark.parametrize(("number", "size"), some([(signal.SIGTERM, 2), (signal.SIGKILL, 3)], 0, several=True))
 def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
-    here: Path, train: Callable[..., Any], number: signal.Signals, size: int
+    here: Path, train: Any, number: signal.Signals, size: int
 ) -> None:
     slow = "+callbacks.slow._target_=rank_faults.Slow"
     soon = "checkpoint.min_seconds=0"
@@ -97,24 +90,20 @@ def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
-def by_torchrun(*words: str) -> tuple[int, str]:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner")
-    done = subprocess.run([*torchrun, *words], capture_output=True, text=True, timeout=240, check=False)
-    return done.returncode, done.stderr
-
-
-def by_agent(*words: str) -> tuple[int, str]:
-    (status, _, err), (other, _, noise) = Agent()(words, words)
-    return status or other, err + noise
-
-
 @pytest.mark.extended
-@pytest.mark.parametrize("start", some([by_agent, by_torchrun], 0))
-def test_ranks_of_torchrun_follow_rank_0(here: Path, start: Callable[..., tuple[int, str]]) -> None:
-    status, err = start("train", *WORDS, "max_steps=4", "hydra.run.dir=run")
-    assert status == 0, err
+def test_ranks_of_torchrun_follow_rank_0(here: Path) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner")
+    words = ("train", *WORDS, "max_steps=4", "hydra.run.dir=run")
+    subprocess.run([*torchrun, *words], capture_output=True, timeout=240, check=True)
     assert json.loads((here / "run/summary.json").read_text())["status"] == "finished"
     assert "step 4/4" in (here / "run/logs/rank_1.log").read_text()
+
+
+def test_an_error_of_a_rank_of_torchrun_is_told_by_rank_0(here: Path) -> None:
+    ended = Agent()(*[("train", *WORDS, FAULT, "hydra.run.dir=run")] * 2)
+    said = "rank 1: ValueError: a mistake of mine"
+    assert [(status, err.count("error: "), f"error: {said}" in err) for status, _, err in ended] == [(1, 1, True)] * 2
+    assert json.loads((here / "run/summary.json").read_text())["error"] == said
 
 
 def test_a_mistake_in_the_words_of_ranks_of_torchrun_is_said_once(here: Path) -> None:
@@ -126,7 +115,7 @@ def test_a_mistake_in_the_words_of_ranks_of_torchrun_is_said_once(here: Path) ->
 
 
 @pytest.mark.parametrize("word", ["sync_batchnorm=true", "strategy=fsdp"])
-def test_one_process_is_told_that_it_has_no_effect(train: Callable[..., Any], train_once: Any, word: str) -> None:
+def test_one_process_is_told_that_it_has_no_effect(train: Any, train_once: Any, word: str) -> None:
     words = ("max_steps=3", "evaluate.test=false")
     found = train(*words, word)
     assert f"{word} has no effect: one process trains" in found.out
@@ -153,6 +142,6 @@ FSDP = "devices=2 strategy=fsdp device=cpu"
         ("fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(problems: Callable[..., Any], words: str, key: str) -> None:
+def test_what_several_processes_cannot_do_is_refused(problems: Any, words: str, key: str) -> None:
     found = problems(*words.split())
     assert key in found if key else not found

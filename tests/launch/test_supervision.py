@@ -1,15 +1,15 @@
-"""Ranks that never come end the others with a sentence, and no rank outlives what started it."""
+"""The rank that failed first is named, and no rank outlives what started it."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +17,11 @@ import rank_faults
 import rank_functions
 import torch.distributed as dist
 from extended import some
-from forked import ForkedProgram
 from running_sweeps import processes_in, until
 
 from runner.checkpoint.file import read
+from runner.distributed.store import RanksMissing, gather_ranks, open_store
+from runner.distributed.world import started_by_launcher
 from runner.launch.ranks import RankFailed, run_ranks
 
 WORDS = (
@@ -29,76 +30,60 @@ WORDS = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Set the variables of a rank, whose rank 0 is at a port of this machine that is free; gives the port."""
-
-    def call(**environment: str) -> str:
-        with socket.socket() as found:
-            found.bind(("localhost", 0))
-            free = str(found.getsockname()[1])
-        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": free, **environment}.items():
-            monkeypatch.setenv(name, value)
-        return free
-
-    return call
+KILLED, AWAY = " was killed by SIGKILL: perhaps out of memory", " took no part for dist.timeout_s: it hangs"
 
 
-MISSING = ["waiting for ranks 1, 2 of 3, up to dist.timeout_s=2", "ranks 1, 2 of 3 did not come within 2 s"]
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("environment", "said"),
-    some(
-        [
-            ({"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}, MISSING),
-            ({"SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_ID": "7"}, MISSING),
-            ({"WORLD_SIZE": "2", "RANK": "1"}, ["error: rank 0 of 2 does not answer at localhost:PORT"]),
-        ],
-        0,
-        several=True,
-    ),
-    ids=["torchrun", "srun", "without rank 0"],
+    ("how", "rank", "said"),
+    [
+        ("raises", 1, ": ValueError: a mistake of mine"),
+        ("exits", 1, " ended with status 3"),
+        ("SIGKILL", 0, KILLED),
+        ("SIGKILL", 1, KILLED),
+        ("SIGKILL", 2, KILLED),
+        ("SIGKILL while the launcher is busy", 1, KILLED),
+        ("SIGSTOP", 1, AWAY),
+        ("never comes", 1, AWAY),
+    ],
 )
-def test_ranks_that_were_not_started_are_named(
-    workdir: Path, as_rank: Callable[..., str], environment: dict[str, str], said: list[str]
+def test_the_rank_that_failed_first_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, rank: int, said: str
 ) -> None:
-    port = as_rank(**environment)
-    program = ForkedProgram(["train", *WORDS, "dist.timeout_s=2"])
-    _, err = program.communicate(60)
-    assert program.returncode == 1, err
-    assert "Traceback" not in err
-    assert all(each.replace("PORT", port) in err for each in said), err
-    assert not (workdir / "run").exists()
+    for wait in ("_NOTICED_S", "_TERMINATED_S"):  # a stopped process does not notice SIGTERM
+        monkeypatch.setattr(f"runner.launch.ranks.{wait}", 1.0)
+    with pytest.raises(RankFailed, match=f"^rank {rank}{re.escape(said)}"):
+        run_ranks(rank_functions.fail, (how, rank), 3, tmp_path)
 
 
-def test_a_rank_that_hangs_before_it_joins_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.launch.ranks._NOTICED_S", 1.5)
-    with pytest.raises(RankFailed, match=r"rank 1 took no part for dist\.timeout_s"):
-        run_ranks(rank_functions.meet_without_one, tmp_path, 3, tmp_path)
-    assert not (tmp_path / "met").exists()
+def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
+    monkeypatch.setattr(os, "environ", {**place, "RANK": "0"})
+    with pytest.raises(RanksMissing, match=r"ranks 1, 2 of 3 did not come within 0\.4 s") as found:
+        gather_ranks(dist.HashStore(), "joined", 0.4)
+    assert found.value.exit_code == 1
+    assert "waiting for ranks 1, 2 of 3, up to dist.timeout_s=0.4" in capsys.readouterr().err
+    monkeypatch.setattr(os, "environ", {**place, "RANK": "1"})
+    with pytest.raises(RanksMissing, match=f"rank 0 of 3 does not answer at localhost:{port}"):
+        open_store(0.2)
 
 
-@pytest.mark.extended
-def test_a_rank_of_torchrun_that_hangs_before_it_joins_is_named(workdir: Path, as_rank: Callable[..., str]) -> None:
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    found = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    programs = {}
-    for rank in ("1", "0"):
-        as_rank(WORLD_SIZE="2", RANK=rank, LOCAL_RANK=rank, **found)
-        programs[rank] = ForkedProgram(["train", *WORDS, "dist.timeout_s=4"])
-        if rank == "1":
-            until(lambda: store.check(["start_0/words/1"]))
-            programs[rank].send_signal(signal.SIGSTOP)
-    try:
-        _, err = programs["0"].communicate(60)
-    finally:
-        programs["1"].kill()
-    assert programs["0"].returncode == 1, err
-    assert err.count("error: ") == 1
-    assert "error: dist.timeout_s: rank 1 of 2 did not come within 4 s" in err
-    assert json.loads((workdir / "run/summary.json").read_text())["status"] == "failed"
+def test_variables_of_srun_become_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"SLURM_STEP_NUM_TASKS": "1", "SLURM_JOB_ID": "7"})
+    assert not started_by_launcher(), "a script that calls the program without srun"
+    step = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_PROCID": "3",
+        "SLURM_LOCALID": "1",
+    }
+    monkeypatch.setattr(os, "environ", {**step, "SLURM_JOB_ID": "7", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"})
+    assert started_by_launcher()
+    found = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    assert found == ["3", "4", "1", "2"]
+    assert (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]) == ("10.0.0.1", "10007")
 
 
 @pytest.mark.slow
@@ -153,18 +138,13 @@ def test_a_signal_for_all_processes_of_a_terminal_stops_a_run_once(
 
 
 SIGNALLED_AT_ONCE = """
-import multiprocessing, os, signal, sys, time
-from runner.launch.processes import accept_signals, start_fork_server
-
-def listen():
-    accept_signals()
-    time.sleep(60)
+import functools, os, signal, time
+from runner.launch.processes import start, start_fork_server
 
 if __name__ == "__main__":
     start_fork_server([])
     for _ in range(10):
-        process = multiprocessing.get_context("forkserver").Process(target=listen)
-        process.start()
+        process = start(functools.partial(time.sleep, 60), dict(os.environ))
         os.kill(process.pid, signal.SIGINT)
         process.join()
         assert process.exitcode == -signal.SIGINT

@@ -103,7 +103,7 @@ def test_a_job_of_several_ranks_saves_and_leaves_none_when_its_sweep_is_killed(w
 def leases(monkeypatch, devices, values=None, **keys) -> list[tuple[str, str]]:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     launcher = Local(devices, values=values or {"device": "auto"}, **keys)
-    return [(slot.name, slot.environment.get("CUDA_VISIBLE_DEVICES", "")) for slot in launcher._free]
+    return [(name, variables["CUDA_VISIBLE_DEVICES"]) for name, variables in launcher._free]
 
 
 def test_slots_have_the_gpus_that_the_process_sees(monkeypatch):
@@ -148,8 +148,8 @@ def test_a_job_on_gpus_gets_one(monkeypatch, values, key):
         (lambda: os._exit(0), ""),
         (lambda: os._exit(75), ""),
         (lambda: os._exit(3), "its process ended with status 3"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "killed by SIGKILL: perhaps out of memory"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by SIGSEGV: a fault in compiled code"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "its process was killed by SIGKILL: perhaps out of memory"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "its process was killed by SIGSEGV: a fault in compiled code"),
     ],
 )
 def test_the_end_of_a_process_is_a_sentence(tmp_path, monkeypatch, call, sentence):

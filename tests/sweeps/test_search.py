@@ -222,7 +222,7 @@ def test_a_trial_whose_process_is_killed_stays_open_and_the_same_command_continu
     os.kill(int((found[0].parent / ".lock").read_text().split()[1]), signal.SIGKILL)
     out, err = program.communicate(timeout=60)
     assert program.returncode == 1, err + out
-    assert "failed: killed by SIGKILL: perhaps out of memory" in out
+    assert "failed: its process was killed by SIGKILL: perhaps out of memory" in out
     assert "1 of 2 trials have not ended; the same command continues" in out
     _, folder = search(*words)
     assert (trials_of(folder), digests(folder)) == (trials_of(alone), digests(alone))

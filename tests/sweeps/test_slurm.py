@@ -25,31 +25,42 @@ POOL = ("--multirun", "seed=0,1", "hydra/launcher=pool", "hydra.launcher.per_dev
 LONG = ("epochs=200", "data.dataset.samples=512", "checkpoint.min_seconds=0")
 
 
-def make_tools(workdir, monkeypatch, script, *names):
-    """Stand-ins for commands of SLURM, found before others."""
-    for name in names:
-        path = workdir / "tools" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(script)
-        path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{workdir / 'tools'}:{os.environ['PATH']}")
+STAND_IN = """#!/bin/sh
+echo "$(basename "$0") $*" >> calls
+case "$(basename "$0")" in
+sbatch) cat > script; echo 7 ;;
+squeue) if [ -e silent ]; then rm silent; echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; fi
+        [ -e queue ] && cat queue ;;
+scontrol) [ "$1" = show ] && echo "JobId=77 JobState=$(cat state) Restarts=0" ;;
+esac
+exit 0
+"""
 
 
 @pytest.fixture
-def slurm(workdir, monkeypatch):
-    """A job of SLURM whose `scontrol` notes what it is asked; gives what was asked, and sets the state of the job."""
-    asked, state = workdir / "tools/asked", workdir / "tools/state"
-    answer = f'[ "$1" = show ] && echo "JobId=77 JobState=$(cat {state}) Restarts=0"'
-    make_tools(workdir, monkeypatch, f'#!/bin/sh\necho "$*" >> {asked}\n{answer}\nexit 0\n', "scontrol")
-    state.write_text("RUNNING")
+def commands(workdir, monkeypatch):
+    """Stand-ins for the commands of SLURM, found before others, which note how they are called; nothing runs the jobs."""
+    (workdir / "tools").mkdir()
+    for name in ("sbatch", "squeue", "scontrol"):
+        path = workdir / "tools" / name
+        path.write_text(STAND_IN)
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{workdir / 'tools'}:{os.environ['PATH']}")
+    monkeypatch.setattr("runner.launch.slurm._PERIOD_S", 0.0)
+    return workdir
+
+
+def calls(folder):
+    path = folder / "calls"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.fixture
+def slurm(commands, monkeypatch):
+    """A job of SLURM; gives what its `scontrol` was asked."""
+    (commands / "state").write_text("RUNNING")
     monkeypatch.setenv("SLURM_JOB_ID", "77")
-
-    def call(now: str = "") -> list[str]:
-        if now:
-            state.write_text(now)
-        return asked.read_text().splitlines() if asked.exists() else []
-
-    return call
+    return lambda: [line.removeprefix("scontrol ") for line in calls(commands)]
 
 
 def begun(words, files, text=b"", count=1):
@@ -83,7 +94,7 @@ def test_a_warned_run_saves_and_asks_for_one_requeue(slurm, tiny, monkeypatch, w
     if array:
         monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
         monkeypatch.setenv("SLURM_ARRAY_TASK_ID", array)
-    slurm(state)
+    Path("state").write_text(state)
     assert warned([*tiny, *LONG, *words], number) == 75
     assert slurm() == expected
     [summary] = Path.cwd().glob("outputs/*/*/summary.json")
@@ -134,25 +145,6 @@ def test_a_warning_before_the_run_listens_is_not_lost(slurm, tiny):
     assert slurm()[-1] == "requeue 77"
 
 
-STAND_IN = """#!/bin/sh
-echo "$(basename "$0") $*" >> calls
-case "$(basename "$0")" in
-sbatch) cat > script; echo 7 ;;
-squeue) if [ -e silent ]; then rm silent; echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; fi
-        [ -e queue ] && cat queue ;;
-esac
-exit 0
-"""
-
-
-@pytest.fixture
-def commands(workdir, monkeypatch):
-    """Stand-ins for the commands of SLURM, which note how they are called, and jobs that nothing runs."""
-    make_tools(workdir, monkeypatch, STAND_IN, "sbatch", "squeue")
-    monkeypatch.setattr("runner.launch.slurm._PERIOD_S", 0.0)
-    return workdir
-
-
 def test_the_keys_of_the_launcher_are_options_of_sbatch_by_the_names_of_submitit(run, tiny, commands):
     words = (
         "timeout_min=90", "mem_gb=4", "nodes=2", "tasks_per_node=3", "cpus_per_task=5", "gpus_per_node=a100:1", "partition=gpu",
@@ -186,10 +178,6 @@ def launcher(values_name="x", slurm_signal="USR2", requeue=True, **keys):
 
 def jobs_of(folder, *numbers):
     return [Job(number, print, ["train"], folder / "logs" / f"{number}.log") for number in numbers]
-
-
-def calls(folder):
-    return (folder / "calls").read_text().splitlines()
 
 
 def test_a_controller_that_does_not_answer_ends_no_job_and_a_state_says_why_one_ended(commands):

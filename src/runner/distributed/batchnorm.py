@@ -33,12 +33,16 @@ class _Total(torch.autograd.Function):
 class GlobalBatchNorm(_BatchNorm):
     """BatchNorm over the rows of all ranks, with the weights and buffers of BatchNorm.
 
-    Outside of a step of several ranks, it is BatchNorm.
+    Outside of a step of several ranks, it is BatchNorm. On GPUs it computes as torch's SyncBatchNorm, except where a rank has no
+    rows: torch counts the row that such a rank computes instead.
 
     The attribute `rows` is None, or in a step the number of rows of this rank and of all ranks.
     """
 
     rows: tuple[int, int] | None = None
+    # SyncBatchNorm.forward reads these. This is not a subclass of it, as DDP refuses those on CPUs
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim
+    _check_non_zero_input_channels = nn.SyncBatchNorm._check_non_zero_input_channels
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalised (B, C, ...), of the type of the input.
@@ -49,12 +53,9 @@ class GlobalBatchNorm(_BatchNorm):
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if self.rows is None or not by_batch:
             return _BatchNorm.forward(self, input)
-        return self._over_all(input, *self.rows)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        nn.SyncBatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
-
-    def _over_all(self, input: Tensor, own: int, samples: int) -> Tensor:
+        own, samples = self.rows
+        if input.is_cuda and self.training and samples >= world().size:
+            return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         # Sums of squares overflow or lose digits in 16 bits
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         others, shape = [0, *range(2, input.ndim)], (1, -1, *(1,) * (input.ndim - 2))
@@ -87,15 +88,6 @@ class GlobalBatchNorm(_BatchNorm):
             running.mul_(1 - (share or 0.0)).add_(found, alpha=share or 0.0)
 
 
-class GlobalBatchNormOnGPU(GlobalBatchNorm, nn.SyncBatchNorm):
-    """The same by torch's own layer, except where a rank has no rows: torch counts the row that it computes instead."""
-
-    def _over_all(self, input: Tensor, own: int, samples: int) -> Tensor:
-        if samples < world().size:
-            return super()._over_all(input, own, samples)
-        return nn.SyncBatchNorm.forward(self, input)
-
-
 def synchronize(model: nn.Module) -> int:
     """Make every BatchNorm of a model a `GlobalBatchNorm`, in place; returns how many there are.
 
@@ -110,9 +102,8 @@ def synchronize(model: nn.Module) -> int:
             raise UserError("sync_batchnorm", problem, "false, or a model with torch's own layers")
     # The class is changed in place: hooks, parameters and references to the layer stay valid
     for norm in norms.values():
-        on_gpu = any(tensor.is_cuda for tensor in (*norm.parameters(), *norm.buffers()))
-        norm.__class__ = GlobalBatchNormOnGPU if on_gpu else GlobalBatchNorm
-        vars(norm)["process_group"] = None  # torch's own layer reads it: all ranks
+        norm.__class__ = GlobalBatchNorm
+        vars(norm)["process_group"] = None  # SyncBatchNorm reads it: all ranks
     return len(norms)
 
 

@@ -25,7 +25,7 @@ _LOOKED_S = 0.1
 _SILENT_S = 10.0  # before rank 0 says whom it waits for
 _LATER_S = 15.0  # for which other ranks wait longer than rank 0, whose error names those that are missing
 _NEXT_JOB = datetime.timedelta(days=1)  # a launcher ends all ranks when one fails
-_REPORTED_S, _LEAVING_S = 3.0, 5.0
+_LEAVING_S = 5.0
 _SHOWN = 8
 _numbers = itertools.count(1)  # of jobs
 
@@ -143,20 +143,6 @@ def dismiss() -> None:
         lead(None)
         if not _served_by_launcher():  # the store goes with this process
             _appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
-
-
-def report(outcome: Any) -> None:
-    """Let rank 0 know why this rank failed, unless another one was first."""
-    if not outcome.lost and not _store().check(["failed"]):
-        _store().set("failed", pickle.dumps(outcome))  # type: ignore[arg-type]
-
-
-def first_failure() -> Any:
-    """What the first rank that failed has reported; None if none has within a few seconds."""
-    with contextlib.suppress(RuntimeError):  # the store is gone
-        if _appear(_store(), ["failed"], _REPORTED_S):
-            return pickle.loads(_store().get("failed"))
-    return None
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from runner.base.errors import PREEMPTED
 from runner.base.signals import early, heard, listening
+from runner.launch.processes import why_ended
 
-_UNWRITTEN = 120  # status of a Python that could not write what it printed
 _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group
 
 
@@ -35,6 +35,11 @@ class Ended:
 
     number: int  # of the job
     sentence: str = ""  # why the process could not report how the run ended; empty if it could
+
+    @classmethod
+    def with_status(cls, number: int, status: int) -> Ended:
+        """A job whose process had this exit status, negative for a signal."""
+        return cls(number, "" if status in (0, PREEMPTED) else f"its process {why_ended(status)}")
 
 
 class Launcher(Protocol):
@@ -116,15 +121,3 @@ def run(
             for ended in launcher.wait(period_s):
                 running -= 1
                 on_end(ended, asked)
-
-
-def why_ended(status: int) -> str:
-    """Why the process of a job could not report how the run ended, by its status; empty if it could."""
-    if status in (0, PREEMPTED):
-        return ""
-    if status > 0:
-        unwritten = ": its log cannot be written: perhaps the disk is full" if status == _UNWRITTEN else ""
-        return f"its process ended with status {status}{unwritten}"
-    name = signal.Signals(-status).name
-    reason = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}.get(name, "")
-    return f"killed by {name}{reason}"

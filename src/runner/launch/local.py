@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
@@ -16,18 +15,11 @@ from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.base.files import make_folder
 from runner.launch import processes
-from runner.launch.jobs import Ended, Job, why_ended
+from runner.launch.jobs import Ended, Job
 
 T = TypeVar("T")
+Slot = tuple[str, Mapping[str, str]]  # a place for one job, such as `GPU 1`, and the variables that a job there gets
 _MOST = 1024  # slots on a device, threads
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A place for one job, such as `GPU 1`, and the variables that a job there gets."""
-
-    name: str
-    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Local:
@@ -61,40 +53,29 @@ class Local:
                 raise UserError(f"hydra.launcher.{key}", f"cannot be {number}", allowed)
         self._environment = {"OMP_NUM_THREADS": str(threads)} if threads is not None else {}
         self._running: dict[int, tuple[BaseProcess, Slot]] = {}
-        self._free = [Slot("")]
         # A single slot needs no device of its own: the job chooses as if it ran alone
-        if most != 1:
-            self._free = self._slots(devices, per_device, threads, values)[:most]
+        self._free = [("", {})] if most == 1 else self._slots(_gpus(devices, values), per_device, values)[:most]
         self.slots: int | None = len(self._free)
 
-    def _slots(self, given: Any, per_device: int | None, threads: int | None, values: Mapping[str, Any]) -> list[Slot]:
-        devices = _devices(given, str(values.get("device")))
-        # Every slot has one GPU, so a job that asks for several could not run
-        pool = "and each of several jobs at a time gets one GPU"
-        if devices != ["cpu"] and str(values.get("device")).startswith("cuda:"):
-            allowed = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
-            raise UserError("device", f"is {values['device']}, {pool}, which it sees as the first", allowed)
-        if devices != ["cpu"] and values.get("devices") not in (1, None):
-            raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
-        # Jobs keep the number of threads that they have one after the other, as their bits depend on it.
-        text = str(values.get("threads") or threads or os.environ.get("OMP_NUM_THREADS"))
+    def _slots(self, gpus: Sequence[int], per_device: int | None, values: Mapping[str, Any]) -> list[Slot]:
+        """Slots on GPUs, or, without any, on the CPU."""
+        # Jobs keep the number of threads that they have one after the other, as their bits depend on it
+        text = str(values.get("threads") or (os.environ | self._environment).get("OMP_NUM_THREADS"))
         # Without a number, torch takes every core for each job
-        each = int(text) if text.isdecimal() else cores()
-        usual = 1 if devices != ["cpu"] else max(1, cores() // each) if text.isdecimal() else 2
+        threads = int(text) if text.isdecimal() else cores()
+        usual = 1 if gpus else max(1, cores() // threads) if text.isdecimal() else 2
+        count = per_device or usual
         visible = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-        slots = list[Slot]()
-        for _ in range(per_device or usual):  # neighbours on a device are filled last
-            for device in devices:
-                own = "" if device == "cpu" else visible[int(device)] if visible else device
-                name = f"CPU {len(slots)}" if device == "cpu" else f"GPU {device}"
-                slots.append(Slot(name, {"CUDA_VISIBLE_DEVICES": own}))
+        own = {f"GPU {gpu}": visible[gpu] if visible else str(gpu) for gpu in gpus}
+        # Neighbours on a device are filled last
+        places = [*own.items()] * count if gpus else [(f"CPU {number}", "") for number in range(count)]
         # More threads than cores: threads that spin while they wait would slow down the others
-        if len(slots) * each > cores():
+        if len(places) * threads > cores():
             self._environment.setdefault("OMP_WAIT_POLICY", "passive")
-            if devices == ["cpu"]:
-                text = f"{len(slots)} jobs at a time with {each} threads each, on {cores()} CPU cores"
-                print(f"{text}: threads=1 may be faster", flush=True)
-        return slots
+            if not gpus:
+                said = f"{count} jobs at a time with {threads} threads each, on {cores()} CPU cores"
+                print(f"{said}: threads=1 may be faster", flush=True)
+        return [(name, {"CUDA_VISIBLE_DEVICES": device}) for name, device in places]
 
     def prepare(self, preload: Sequence[str]) -> None:
         """Start the server that jobs are forked from; it imports modules while this process does other things."""
@@ -113,33 +94,30 @@ class Local:
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
         """See `Launcher.start`."""
-        places = []
-        for job in jobs:
-            slot = self._free.pop(0)
+        slots = [self._free.pop(0) for _ in jobs]
+        for job, slot in zip(jobs, slots, strict=True):
             make_folder(job.log.parent)
-            environment = {**os.environ, **self._environment, **slot.environment, **job.environment}
+            environment = {**os.environ, **self._environment, **slot[1], **job.environment}
             # A process of its own: its memory is free afterwards, and an abort takes only this job
             self._running[job.number] = processes.start(job.call, environment, job.log.absolute()), slot
-            places.append(slot.name)
-        return places
+        return [name for name, _ in slots]
 
     def wait(self, timeout_s: float) -> list[Ended]:
         """See `Launcher.wait`."""
-        running, ended = self._children(), list[Ended]()
-        if not running:
+        if not (running := self._children()):
             time.sleep(timeout_s)
         processes.wait(running, timeout_s, lambda: any(child.exitcode is not None for child in running))
+        ended = []
         for number, (child, slot) in list(self._running.items()):
-            if child.exitcode is None:
-                continue
-            del self._running[number]
-            self._free.append(slot)
-            assert child.pid is not None
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                # Its data workers would notice only after seconds that it has ended
-                os.killpg(child.pid, signal.SIGKILL)
-            ended.append(Ended(number, why_ended(child.exitcode)))
-            child.close()
+            if child.exitcode is not None:
+                del self._running[number]
+                self._free.append(slot)
+                assert child.pid is not None
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    # Its data workers would notice only after seconds that it has ended
+                    os.killpg(child.pid, signal.SIGKILL)
+                ended.append(Ended.with_status(number, child.exitcode))
+                child.close()
         return ended
 
     def stop(self, kill: bool) -> None:
@@ -156,21 +134,30 @@ class Local:
         return [child for child, _ in list(self._running.values())]
 
 
-def _devices(given: Any, device: str) -> list[str]:
-    """The GPUs that jobs get, by number, or `cpu` alone."""
+def _gpus(given: Any, values: Mapping[str, Any]) -> Sequence[int]:
+    """The numbers of the GPUs that jobs get; none if they run on the CPU."""
     key, allowed = "hydra.launcher.devices", "auto, cpu, a number of GPUs, or a list of them such as [0, 1]"
+    device = str(values.get("device"))
     # A sweep on the CPU need not import torch
     if given == "cpu" or (given == "auto" and device in ("cpu", "mps")):
-        return ["cpu"]
+        return []
     import torch
 
     # The launcher asks for devices before any job: a wrong number fails before the first one starts
     there = torch.cuda.device_count()
-    if given == "auto":
-        return [str(number) for number in range(there)] or ["cpu"]
-    listed = list(range(given)) if type(given) is int else list(given) if isinstance(given, list | tuple) else []
-    if not listed or len(set(listed)) < len(listed) or not all(type(each) is int and each >= 0 for each in listed):
-        raise UserError(key, f"cannot be {given}", allowed)
-    if max(listed) >= there:
-        raise UserError(key, f"is {given}, and this machine has {there} GPUs that can be seen", allowed)
-    return [str(each) for each in listed]
+    gpus = range(there)
+    if given != "auto":
+        gpus = range(given) if type(given) is int else given
+        listed = isinstance(gpus, Sequence) and all(type(each) is int and each >= 0 for each in gpus)
+        if not (gpus and listed and len(set(gpus)) == len(gpus)):
+            raise UserError(key, f"cannot be {given}", allowed)
+        if max(gpus) >= there:
+            raise UserError(key, f"is {given}, and this machine has {there} GPUs that can be seen", allowed)
+    # Every slot has one GPU, so a job that asks for several could not run
+    pool = "and each of several jobs at a time gets one GPU"
+    if gpus and device.startswith("cuda:"):
+        wanted = "cuda, and hydra.launcher.devices=[...] to choose GPUs"
+        raise UserError("device", f"is {device}, {pool}, which it sees as the first", wanted)
+    if gpus and values.get("devices") not in (1, None):
+        raise UserError("devices", f"is {values['devices']}, {pool}", "1, or jobs one after the other")
+    return gpus

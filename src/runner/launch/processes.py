@@ -23,6 +23,8 @@ from runner.base.signals import STOPPING
 FORKED = multiprocessing.get_context("forkserver")
 _POLLED_S, _LOOKED_S = 0.1, 0.5
 _LEFT_S = 5.0  # from SIGTERM to the end of a rank that waits for others
+_SIGNALS = {"SIGKILL": ": perhaps out of memory", "SIGSEGV": ": a fault in compiled code"}
+_STATUSES = {120: ": what it printed cannot be written: perhaps the disk is full"}
 
 
 def start_fork_server(modules: Sequence[str]) -> None:
@@ -69,6 +71,14 @@ def send(children: Iterable[BaseProcess], number: int) -> None:
         if child.exitcode is None and child.pid is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(child.pid, number)
+
+
+def why_ended(status: int) -> str:
+    """What is known of a process that could not report how its work ended, by its exit status."""
+    if status >= 0:
+        return f"ended with status {status}{_STATUSES.get(status, '')}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}{_SIGNALS.get(name, '')}"
 
 
 def _be_child(call: Callable[[], Any], environment: Mapping[str, str], log: Path | None) -> None:

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,13 +22,13 @@ from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[
 
 from runner.base.errors import FAILED, PREEMPTED, explain
 from runner.base.files import make_folder
-from runner.distributed.store import RanksMissing, of_attempt, open_store
-from runner.launch.processes import send, start, start_fork_server, wait
+from runner.distributed.store import RanksMissing, of_attempt, open_store, rank
+from runner.launch.processes import send, start, start_fork_server, wait, why_ended
 
 _PATIENCE_S = 120.0  # for ranks that a signal asked to save and end, before they are killed
 _NOTICED_S = 5.0  # for ranks to end by themselves after another one has failed, before SIGTERM
 _TERMINATED_S = 25.0  # from SIGTERM to SIGKILL
-_REPORTED_S = 10.0
+_ANSWERED_S = 10.0  # by a store that is served
 _FILES, _FILES_OF_RANK = 32, 8  # open files without which the store does not answer the ranks
 _LOST_PEER = ("gloo/transport", "NCCL", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
@@ -106,22 +106,20 @@ def run_ranks(
             for number in range(0 if asked() else size):
                 own = environment | {"RANK": str(number), "LOCAL_RANK": str(number)}
                 log = logs / f"rank_{number}.log" if number else None  # rank 0 has the terminal
-                ranks.append(start(functools.partial(_rank, number, entry, job), own, log))
+                ranks.append(start(functools.partial(_rank, entry, job), own, log))
             signalled, ended = _supervise(ranks, asked)
         # No rank outlives this, whatever happens above
         finally:
             send(ranks, signal.SIGKILL)
             wait(ranks, math.inf)
         outcomes = _outcomes(of_attempt(store, attempt), ranks, ended)
-        failed = [outcome for outcome in outcomes.values() if outcome.failed]
-        if signalled or not failed:
+        if signalled or first_failure(outcomes.values()) is None:
             break
     # A signal that came before the ranks listened killed them: nothing was trained, so it counts as preempted
     if signalled and (not ranks or any(rank.exitcode == -signal.Signals[signalled] for rank in ranks)):
         return Outcome(0, PREEMPTED, sentence=f"{signalled}, before the ranks had started")
-    # The first one that failed by itself is the cause; the others lost their partner
-    if failed:
-        raise RankFailed(min(failed, key=lambda outcome: (outcome.lost, outcome.ended)))
+    if failed := first_failure(outcomes.values()):
+        raise RankFailed(failed)
     sentence = f"{signalled}, and rank 0 did not save within {_PATIENCE_S:g} s and was killed"
     return outcomes.get(0) or Outcome(0, PREEMPTED, sentence=sentence, unsaved=True)
 
@@ -150,15 +148,10 @@ def _supervise(ranks: Sequence[BaseProcess], asked: Callable[[], str]) -> tuple[
 
 def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> dict[int, Outcome]:
     """What the ranks reported, what ended those that could not, and which one the others waited for in vain."""
-    found = {}
-    for number, rank in enumerate(ranks):
-        if store.check([f"ended/{number}"]):
-            found[number] = pickle.loads(store.get(f"ended/{number}"))
-        # A rank that was killed could not report, so its exit code speaks for it
-        elif number in ended:
-            code = rank.exitcode or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-            found[number] = Outcome(number, FAILED, sentence=how)
+    found = reported(store, len(ranks))
+    # A rank that was killed could not report, so its exit code speaks for it
+    for number in ended - {*found}:
+        found[number] = Outcome(number, FAILED, sentence=why_ended(ranks[number].exitcode or 0))
     # If every report is about a lost partner, the one without a report is the cause
     if ended and all(outcome.lost for outcome in found.values()):
         late = "took no part for dist.timeout_s: it hangs, is suspended, or reads its data too slowly"
@@ -166,19 +159,27 @@ def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> di
     return found
 
 
-def _rank(number: int, entry: Callable[[Any], float | None], job: Any) -> None:
+def _rank(entry: Callable[[Any], float | None], job: Any) -> None:
     """What each process runs."""
     try:
-        outcome = Outcome(number, 0, entry(job))
-    except (Exception, SystemExit) as error:
-        outcome = outcome_of(number, error)
-    # The parent learns how the rank ended, also where it ends by an exception
-    with contextlib.suppress(RanksMissing, DistNetworkError):  # a launcher that was killed reads nothing
-        store = open_store(_REPORTED_S)
-        store.set(f"ended/{number}", pickle.dumps(outcome))  # type: ignore[arg-type]
-        store.check([f"ended/{number}"])  # an answer: what was set before has arrived
+        store = open_store(_ANSWERED_S)
+    except (RanksMissing, DistNetworkError) as error:  # the launcher, if it has not been killed, notices the status
+        sys.exit(f"error: {error}")
+    outcome = take_part(functools.partial(entry, job), store)
     if outcome.failed:
         sys.exit(outcome.status)
+
+
+def take_part(call: Callable[[], float | None], store: Store) -> Outcome:
+    """Do the job of this rank, and say in the store of the ranks how it ended, also where it ends by an exception."""
+    try:
+        outcome = Outcome(rank(), 0, call())
+    except (Exception, SystemExit) as error:
+        outcome = outcome_of(rank(), error)
+    with contextlib.suppress(DistNetworkError):  # a launcher that was killed reads nothing
+        store.set(f"ended/{rank()}", pickle.dumps(outcome))  # type: ignore[arg-type]
+        store.check([f"ended/{rank()}"])  # an answer: what was set before has arrived
+    return outcome
 
 
 def outcome_of(rank: int, error: BaseException) -> Outcome:
@@ -186,3 +187,14 @@ def outcome_of(rank: int, error: BaseException) -> Outcome:
     status, sentence, text = explain(error)
     lost = isinstance(error, RanksMissing | DistNetworkError) or any(said in str(error) for said in _LOST_PEER)
     return Outcome(rank, status, sentence=sentence, text=text, lost=lost, ended=time.time())
+
+
+def reported(store: Store, size: int) -> dict[int, Outcome]:
+    """What the ranks of a job have said in their store."""
+    return {n: pickle.loads(store.get(f"ended/{n}")) for n in range(size) if store.check([f"ended/{n}"])}
+
+
+def first_failure(outcomes: Iterable[Outcome]) -> Outcome | None:
+    """The rank that failed first by itself, as the others then lost their partner; None if none failed."""
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    return min(failed, key=lambda outcome: (outcome.lost, outcome.ended), default=None)

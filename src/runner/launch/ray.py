@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError, require
-from runner.launch.jobs import Ended, Job, why_ended
+from runner.base.errors import UserError, first_line, require
+from runner.launch.jobs import Ended, Job
 
 _POLLED_S = 0.1
 # Ray kills the children of a worker that ends, so that the job is a grandchild: its parent waits for it, and its sibling
@@ -75,7 +75,7 @@ class Ray:
             try:
                 self._ray.init(**self._init)
             except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError("hydra.launcher", f"ray.init fails: {str(error).strip().splitlines()[0]}") from error
+                raise UserError("hydra.launcher", f"ray.init fails: {first_line(error)}") from error
             finally:
                 signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
         for job in jobs:
@@ -94,7 +94,7 @@ class Ray:
             time.sleep(timeout_s)
             return []
         ready, _ = self._ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        return [Ended(self._running.pop(reference), self._sentence(reference)) for reference in ready]
+        return [self._ended(self._running.pop(reference), reference) for reference in ready]
 
     def stop(self, kill: bool) -> None:
         """See `Launcher.stop`."""
@@ -107,14 +107,13 @@ class Ray:
             self.wait(_POLLED_S)
         self._ray.shutdown()
 
-    def _sentence(self, reference: Any) -> str:
-        errors = self._ray.exceptions
+    def _ended(self, number: int, reference: Any) -> Ended:
         try:
-            return why_ended(self._ray.get(reference))
-        except errors.TaskCancelledError:
-            return ""
-        except errors.RayError as error:
-            return f"its Ray worker is gone: {str(error).strip().splitlines()[0]}"
+            return Ended.with_status(number, self._ray.get(reference))
+        except self._ray.exceptions.TaskCancelledError:
+            return Ended(number)
+        except self._ray.exceptions.RayError as error:
+            return Ended(number, f"its Ray worker is gone: {first_line(error)}")
 
 
 def _work(command: list[str], folder: str, log: str, environment: dict[str, str]) -> int:

@@ -104,7 +104,7 @@ def _meet_ranks(verb: Verb, argv: Sequence[str], ending: contextlib.ExitStack) -
         return None
     from runner.verbs import _ranks
 
-    return _ranks.follow_rank_0(importlib.import_module(verb.module).as_rank if verb.keeps_runs else _ranks.as_rank)
+    return _ranks.follow(importlib.import_module(verb.module).as_rank if verb.keeps_runs else _ranks.as_rank)
 
 
 def run_job(name: str, composition: Composition) -> None:
@@ -180,29 +180,24 @@ def _run_jobs(verb: Verb, command: Composition, in_ranks: bool) -> int:
 def print_help(verb: Verb, argv: Sequence[str]) -> None:
     """Print what a verb does, the groups and their options, and the keys with their comments."""
     sources, _ = sources_and_words(verb.name, argv, other_flags=True)
-    keys = list[str]()
+    print(f"{verb.help}\n\n  python -m runner {verb.name} [key=value ...] [group=option ...] [flags]\n")
+    print("groups (python -m runner list explains the options)")
+    for group in sources.groups():
+        print(f"  {group:<16} {', '.join(option.name for option in sources.options(group))}")
+    print("\nkeys (python -m runner show data=digits, and so on, for those of an option)")
     for name in dict.fromkeys([verb.name, "train"]):
         path = sources.primary(name)
         assert path is not None, f"the primary config {name} is shipped"
         body = path.read_text(encoding="utf-8").split("\n\n", 1)[1]
-        keys += [f"  {line}".rstrip() for line in body.split("\nhydra:")[0].rstrip().splitlines()]
-    lines = [
-        verb.help,
-        "",
-        f"  python -m runner {verb.name} [key=value ...] [group=option ...] [flags]",
-        "",
-        "groups (python -m runner list explains the options)",
-        *(f"  {group:<16} {', '.join(o.name for o in sources.options(group))}" for group in sources.groups()),
-        "",
-        "keys (python -m runner show data=digits, and so on, for those of an option)",
-        *keys,
-        "",
-        "flags",
-        "  --multirun, -m        run every combination of key=a,b values",
-        "  --cfg job             print the config and stop; with --resolve, interpolations resolved",
-        "  --info                print what Hydra searched and found",
-        "  --config-dir DIR      also search your own config folder",
-        "  --config-name NAME    start from another primary config",
-        "  --hydra-help          all flags of Hydra",
-    ]
-    print("\n".join(lines))
+        print(*(f"  {line}".rstrip() for line in body.split("\nhydra:")[0].rstrip().splitlines()), sep="\n")
+    print(_FLAGS)
+
+
+_FLAGS = """
+flags
+  --multirun, -m        run every combination of key=a,b values
+  --cfg job             print the config and stop; with --resolve, interpolations resolved
+  --info                print what Hydra searched and found
+  --config-dir DIR      also search your own config folder
+  --config-name NAME    start from another primary config
+  --hydra-help          all flags of Hydra"""

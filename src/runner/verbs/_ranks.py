@@ -28,7 +28,7 @@ from runner.run.ranks import count_ranks, device_of_rank
 from runner.runtime.signals import StopSignals
 from runner.verbs._table import VERBS, Verb, print_error
 
-_REPORT_S = 5.0
+_REPORTED_S, _STAYS_S = 3.0, 5.0  # for other ranks to report a failure, before one that has failed ends
 
 
 def lead(job: Any, config: Train, work: Callable[[], float | None]) -> float | None:
@@ -37,7 +37,7 @@ def lead(job: Any, config: Train, work: Callable[[], float | None]) -> float | N
     Raises:
         RankFailed: if another rank failed first.
     """
-    from runner.launch.ranks import RankFailed, outcome_of
+    from runner.launch.ranks import RankFailed, first_failure, outcome_of, reported
 
     meeting = store.lead(job)
     try:
@@ -45,31 +45,32 @@ def lead(job: Any, config: Train, work: Callable[[], float | None]) -> float | N
             return work()
     except Exception as error:
         # This rank may only have lost its partner: the first failure in the store is the cause
-        if outcome_of(0, error).lost and (failed := store.first_failure()):
-            raise RankFailed(failed) from error
+        if outcome_of(0, error).lost:
+            deadline = time.monotonic() + _REPORTED_S
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                while time.monotonic() < deadline:
+                    first = first_failure(reported(meeting, store.size()).values())
+                    if first is not None and not first.lost:
+                        raise RankFailed(first) from error
+                    time.sleep(0.1)
         raise
 
 
-def follow_rank_0(entry: Callable[[Any, Any], Any]) -> int:
+def follow(entry: Callable[[Any, Any], Any]) -> int:
     """On another rank, call `entry(job, store)` for every job of rank 0; returns the exit status."""
-    from runner.launch.ranks import RankFailed, outcome_of
+    from runner.launch.ranks import RankFailed, take_part
 
     status = OK
     try:
         for job, meeting in store.jobs():
-            try:
-                entry(job, meeting)
-            # The failure is reported to rank 0, which has the terminal
-            except (Exception, SystemExit) as error:
-                outcome = outcome_of(store.rank(), error)
-                store.report(outcome)
-                status = outcome.status
-                if outcome.failed and not outcome.lost:
-                    failed = RankFailed(outcome)
-                    print_error(f"{failed}{failed.hint}")
-                    # The launcher ends all ranks when this one ends, and rank 0 needs the time to report the error.
-                    time.sleep(_REPORT_S)
-                    return status
+            outcome = take_part(functools.partial(entry, job, meeting), meeting)
+            status = outcome.status or status
+            if outcome.failed and not outcome.lost:
+                failed = RankFailed(outcome)
+                print_error(f"{failed}{failed.hint}")
+                # The launcher ends all ranks when this one ends, and rank 0 needs the time to report the error
+                time.sleep(_STAYS_S)
+                return status
     except DistNetworkError as error:  # of the store
         print_error(f"rank {store.rank()}: rank 0 or the launcher is gone: {first_line(error)}")
         return FAILED
@@ -84,16 +85,13 @@ def on_ranks(verb: Verb, run: Callable[[Composition], float | None], composition
     Raises:
         RankFailed: if a rank failed.
     """
-    # The devices of the training are in the stored config, and say nothing about this job.
+    # The devices of the training are in the stored config, and say nothing about this job
     given, led = any(key_of(word) == "devices" for word in composition.overrides), started_by_launcher()
-    if not verb.on_ranks:
-        # The key has no effect here, so a warning says it
-        if given and composition.values["devices"] not in (1, "auto"):
-            devices = f"devices={composition.values['devices']}".replace(" ", "")
-            print(f"warning: {devices} has no effect on {verb.name}, which runs in one process", file=sys.stderr)
-        return run(composition)
+    if given and not verb.on_ranks and (devices := composition.values["devices"]) not in (1, "auto"):
+        text = f"devices={devices}".replace(" ", "")
+        print(f"warning: {text} has no effect on {verb.name}, which runs in one process", file=sys.stderr)
     # A verb runs in one process unless the command or a launcher asks for several
-    if not (given or led):
+    if not (verb.on_ranks and (given or led)):
         return run(composition)
     resolved = resolve_checkpoint(composition, SCHEMAS[verb.name])
     config, size = resolved.config, 1 if led else count_ranks(resolved.config)
