@@ -140,6 +140,49 @@ class Reconstruction:
         return {"loss": self.training_step(modules, batch)["loss"]}
 
 
+class Sampled(Reconstruction):
+    """Generates pictures, a text and a number; `gives` names what else it returns, which is refused."""
+
+    def __init__(self, gives=None):
+        self.gives = gives
+
+    def sample(self, modules, count=6):
+        if self.gives:
+            return WRONG_SAMPLES[self.gives]()
+        like = next(modules["model"].parameters())
+        rows, mean, _ = modules["model"](torch.rand(count, 64, dtype=like.dtype, device=like.device))
+        digits = rows.float().sigmoid().mul(255).to(torch.uint8).view(count, 1, 8, 8)
+        found = f"training {modules['model'].training}, gradients {rows.requires_grad}, {mean.dtype}"
+        return {
+            "digits": digits,
+            "first": digits[0].expand(3, 8, 8),
+            "found": f"{found}\n<{count}>",
+            "spread": rows.std(),
+        }
+
+
+WRONG_SAMPLES = {
+    "a list": lambda: [torch.zeros(3, 8, 8, dtype=torch.uint8)],
+    "floats": lambda: {"faces": torch.zeros(3, 8, 8)},
+    "two channels": lambda: {"faces": torch.zeros(4, 2, 8, 8, dtype=torch.uint8)},
+    "no picture": lambda: {"faces": torch.zeros(0, 3, 8, 8, dtype=torch.uint8)},
+    "None": lambda: {"faces": None},
+    "a path": lambda: {"../faces": "text"},
+    "a hidden file": lambda: {".faces": "text"},
+    "no name": lambda: {3: "text"},
+    "a metric": lambda: {"loss": 1.0},
+    "a column": lambda: {"epoch": 1.0},
+    "an error": lambda: {}["faces"],
+}
+
+
+class SampledAlways(Reconstruction):
+    """`count` has no default."""
+
+    def sample(self, modules, count):
+        return {"count": count}
+
+
 class Padded(Reconstruction):
     def training_step(self, modules, batch):
         return super().training_step(modules, F.pad(batch, (0, 64 - batch.shape[1])))

@@ -64,3 +64,8 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
 def _written(names: Sequence[str]) -> str:
     """Arguments as documentation writes them: `modules, batch[, progress]`."""
     return ", ".join(names).replace(", progress", "[, progress]")
+
+
+def takes_count(task: Any) -> bool:
+    """Whether a task has a method `sample` with an argument `count`."""
+    return callable(getattr(task, "sample", None)) and "count" in inspect.signature(task.sample).parameters

@@ -50,6 +50,9 @@ class Task:
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
     and of what `predict_step` gave for it, without the axis of the batch.
 
+    An optional `sample(modules)` or `sample(modules, count)` generates, after each evaluation of the validation split and for
+    `predict samples=64`, a dict by name of pictures, uint8 (3 or 1, H, W) or several, (N, 3 or 1, H, W), texts, and numbers.
+
     An optional `export_inputs(batch)` gives the inputs of the model, tensors (B, ...): one, a tuple, or a dict by the names of its
     arguments.
 
@@ -105,6 +108,7 @@ STEPS = {
 SHOWS = {
     "predict_step": ("modules", "batch"),
     "draw": ("sample", "outputs"),
+    "sample": ("modules", "count"),  # or without `count`
     "export_inputs": ("batch",),
 }
 """Those that it may have to show what the model makes of samples."""

@@ -224,6 +224,10 @@ class Background(Logger):
             self._warned = True
             self.warn(f"{self.name}: {self._trouble}; the run goes on, and metrics.jsonl has every row")
 
+    def show(self, files: Mapping[str, Path], global_step: int, epoch: int) -> None:
+        """Pass pictures (.png) and texts (.txt) that the task generated to the thread, as paths, which take no memory."""
+        self.log("sample", dict(files), global_step, epoch)
+
     def finish(self) -> None:
         """The run has ended, and its summary says how: wait a little for the thread, and say what is missing."""
         if self._ended or self._thread.ident is None:
@@ -331,6 +335,9 @@ class TensorBoard(Background):
                 }
                 values = {name: float(value) if known[name] else math.nan for name, value in record.items()}
                 super().log(split, values, resume_step or 0, epoch)
+                if split == "val":
+                    files = (directory / "samples" / f"step_{resume_step:08}").glob("*.*")
+                    self.show({path.stem: path for path in sorted(files)}, resume_step or 0, epoch)
 
     def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -373,10 +380,20 @@ class TensorBoard(Background):
 
     def send(self, rows: list[Row]) -> None:
         """Write rows to the file."""
+        import numpy as np
+        from PIL import Image
+
         for row in rows:
             for name, value in row.metrics.items():
                 if row.split == "prediction":
                     self._writer.add_image(f"prediction/{name}", value, row.global_step, row.time)
+                elif row.split == "sample" and value.suffix == ".png":
+                    with Image.open(value) as image:
+                        pixels = np.asarray(image)
+                    self._writer.add_image(f"sample/{name}", pixels, row.global_step, row.time, dataformats="HWC")
+                elif row.split == "sample":  # an indented text is shown as it is, and not as Markdown
+                    text = textwrap.indent(value.read_text(), "    ")
+                    self._writer.add_text(f"sample/{name}", text, row.global_step, row.time)
                 else:
                     self._writer.add_scalar(f"{name}/{row.split}", value, row.global_step, row.time)
         self._writer.flush()

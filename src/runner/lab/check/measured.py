@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -193,15 +195,17 @@ def measure_step(context: CheckContext) -> Step:
         values = evaluate(training.model, held_out.loader, context.evaluated, **how)
         return {f"val/{name}": value for name, value in values.items()}
 
-    Loop(
-        step,
-        training.data.train.loader,
-        dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
-        limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
-        evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
-        callbacks=[*own.values()],
-        monitor=training.monitor,
-    ).run()
+    with tempfile.TemporaryDirectory() as scratch:  # for callbacks that write
+        Loop(
+            step,
+            training.data.train.loader,
+            dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
+            limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
+            evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
+            callbacks=[*own.values()],
+            monitor=training.monitor,
+            directory=Path(scratch),
+        ).run()
     # A callback may end the run after the first step
     start, stepped, after = kept["start"], kept["stepped"], kept.get("next") or copied()
     moved, downhill = _movements(start, stepped, gradients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import math
 import os
 import re
@@ -141,16 +142,26 @@ class MLflow(Tracker):
             client.log_batch(self._id, params=params[part], tags=changed[part])
 
     def deliver(self, rows: list[Row]) -> None:
-        """Send rows."""
+        """Send rows; pictures with their step, and texts as files of the run."""
         from mlflow.entities import Metric
+        from PIL import Image
 
         metrics = [
             Metric(_allowed(key), value, round(1000 * row.time), row.global_step)
             for row in rows
+            if row.split != "sample"
             for key, value in _values(row).items()
         ]
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_METRICS])
+        # Files come last, as they may have another server, whose failure costs no metrics
+        for sample in (row for row in rows if row.split == "sample" and self.artifacts):
+            for name, path in sample.metrics.items():
+                if path.suffix == ".png":
+                    with Image.open(path) as image:
+                        self._client.log_image(self._id, image, key=f"sample/{name}", step=sample.global_step)
+                else:
+                    self._client.log_artifact(self._id, str(path), f"samples/{path.parent.name}")
 
     def end(self) -> None:
         """Upload files, and set the status."""
@@ -202,10 +213,20 @@ class WandB(Tracker):
         self._run.define_metric("*", step_metric="global_step")
 
     def deliver(self, rows: list[Row]) -> None:
-        """Send rows."""
+        """Send rows; pictures as images, and texts as HTML."""
+        import wandb
+
+        def shown(path: Path) -> Any:
+            picture = path.suffix == ".png"
+            return wandb.Image(str(path)) if picture else wandb.Html(f"<pre>{html.escape(path.read_text())}</pre>")
+
         for row in rows:
             fixed = {"global_step": row.global_step, "epoch": row.epoch, "_timestamp": row.time}
-            self._run.log(fixed | _values(row), commit=True)
+            if row.split == "sample":
+                values = {f"sample/{name}": shown(path) for name, path in row.metrics.items()}
+            else:
+                values = _values(row)
+            self._run.log(fixed | values, commit=True)
 
     def end(self) -> None:
         """Set the status, and complete the files."""

@@ -40,18 +40,22 @@ from runner.run.from_checkpoint import (
     activation_of,
     as_list,
     class_names,
+    output_folder,
     resolve_checkpoint,
     split_of,
     with_tta,
 )
+from runner.run.interfaces import takes_count
 from runner.run.model import KnownData, build_task, model_of
+from runner.run.samples import generated, write_samples
 from runner.runtime.precision import Precision
-from runner.tasks.task import STEPS
+from runner.tasks.task import STEPS, Task
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
 from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
 
 _INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
+_OF_OUTPUTS = ("top_k", "probabilities", "logits", "features", "tta")  # keys
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
 _SHOWN = 10  # rows, and unreadable images
 
@@ -85,6 +89,8 @@ def run(composition: Composition) -> float:
     # Unreadable samples of a split are listed, as files are; the one that replaces a sample in training gets no row
     data = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
     resolved = dataclasses.replace(resolved, config=dataclasses.replace(config, data=data))
+    if config.samples is not None:
+        return _generate(resolved, report)
     if not as_list(config.input):
         raise UserError("input", "is missing", _INPUTS)
     if config.output is not None:
@@ -135,6 +141,49 @@ def run(composition: Composition) -> float:
     return float(record["images_per_s"])
 
 
+def _restored(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
+    """The task, and what `build_modules` returns, in the type of the config."""
+    task, modules = resolved.restore_model(data, device)
+    # As in training: in float32 each tensor keeps its type
+    return task, modules.to(torch.float64) if resolved.config.dtype == "float64" else modules
+
+
+def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
+    """Write what the task generates with `sample(modules, count)` into a folder; returns how many samples a second."""
+    config = resolved.config
+    _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
+    device, precision = resolved.set_up_device("predict", report)
+    task, modules = _restored(resolved, resolved.data_facts(), device)
+    if not takes_count(task):
+        raise UserError("samples", f"{type(task).__name__} has no sample(modules, count)", "a task that has it")
+    began = time.perf_counter()
+    found = generated(task, modules, precision, config.seed, config.samples)
+    if not world().first:
+        return 0.0
+    folder = output_folder(config.output, None, config.output_root, "predictions")
+    files = write_samples(found, folder, singles=True)
+    seconds = time.perf_counter() - began
+    record = resolved.record() | {
+        "samples": config.samples,
+        "numbers": {name: value for name, value in found.items() if isinstance(value, float)},
+        "files": [str(path) for path in files.values()],
+        "seconds": round(seconds, 3),
+        "output": str(folder),
+    }
+    if not report.json(record):
+        report.line(resolved.described())
+        report.lines(*(f"{name} {number(value)}" for name, value in record["numbers"].items()), *record["files"])
+    report.folder(folder)
+    return float(config.samples or 0) / seconds
+
+
+def _refuse_keys(config: Predict, keys: Sequence[str], what: str) -> None:
+    """Refuse the first of these keys that is not at its default, as it has no effect on `what`."""
+    for key in keys:
+        if getattr(config, key) != (default := Predict.__dataclass_fields__[key].default):
+            raise UserError(key, f"does not apply to {what}", shown(default))
+
+
 def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
     predicted, unreadable = record["predicted"], record["unreadable"]
     if first and not report.as_json:
@@ -159,23 +208,19 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
 def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> Predictor:
     """What makes rows of the outputs of the model, or of what the task gives for each sample."""
     config = resolved.config
-    task, modules = resolved.restore_model(data, device)
-    dtype = getattr(torch, config.dtype)
-    if dtype == torch.float64:  # as in training: in float32 each tensor keeps its type
-        modules.to(dtype)
+    task, modules = _restored(resolved, data, device)
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
-        for key in ("top_k", "probabilities", "logits", "features", "tta"):
-            if getattr(config, key) != (default := Predict.__dataclass_fields__[key].default):
-                problem = "does not apply to rows that the task makes in predict_step"
-                raise UserError(key, problem, shown(default))
+        _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
         predictions = Predictions(config, task, modules, config.pictures)
         return Predictor(predictions, predictions)
     plain = model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
     builder = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
     if config.tta:
-        model = with_tta(model, task, resolved.blank_input(data).to(dtype), config.tta, config.tta_mean)
+        model = with_tta(
+            model, task, resolved.blank_input(data).to(getattr(torch, config.dtype)), config.tta, config.tta_mean
+        )
     # Features come from the plain model, as its views would have one each
     layers = Extractor(plain, as_list(config.features)) if config.features else None
     return Predictor(model, lambda batch: builder.rows(model(batch.images).float().cpu()), builder.lists, layers)
