@@ -211,7 +211,7 @@ BUDGET = {
     "distributed": 703,
     "engine": 2_986,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_049,
+    "lab": 6_087,  # with what tells tensors of a gradient penalty, teachers and drawn samples from mistakes
     "launch": 965,
     "models": 1_302,
     "optim": 1_268,  # with the update of matrices of one shape together, and its compilation

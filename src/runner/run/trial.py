@@ -91,7 +91,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
     if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
         check(batch.targets.cpu(), batch.indices.cpu())
-    with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
+    with evaluating(model, loss), explaining("task", "cannot evaluate a batch, in inference mode: ", allowed):
         found = steps.evaluated(batch.data)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
