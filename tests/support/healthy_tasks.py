@@ -15,7 +15,7 @@ def network(inputs=64, outputs=16):
 
 
 class Views(Digits):
-    """Two views of a digit, drawn anew in each epoch."""
+    """Two views of a digit, other ones in each epoch."""
 
     def __getitem__(self, index):
         return [self.vectors[index] + 0.1 * torch.randn(64) for _ in range(2)]

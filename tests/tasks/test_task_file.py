@@ -99,7 +99,8 @@ def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (workdir / "deep").mkdir()
     for path in ("short.py", "deep/short.py"):
         (workdir / path).write_text(FILE)
-    (workdir / "one.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\n")
+    one = "from short import data\nclass A:\n    def training_step(self): ...\nclass B(A): ...\nmodel = A\n"
+    (workdir / "one.py").write_text(one)
     monkeypatch.syspath_prepend(str(workdir))
     for name in ("short", "deep", "deep.short"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -132,6 +133,8 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
      "data.dataset._target_=short.data loss=mse transform=standard data.images=[image]"),
     (["task=short.py:Other", "data=digits", "model=mlp"],
      "task=own task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
+    (["task=one.py"], "task=own task._target_=one.B name=one trust=[one] loss=none model=own model._target_=one.model "
+     "data=own data.dataset._target_=one.data transform=none data.images=[]"),
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
     (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),
 ])  # fmt: skip

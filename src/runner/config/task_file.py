@@ -54,6 +54,10 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
         raise UserError("task", f"{file} has no class '{name}'", allowed, nearest(name, classes))
     given, own, target = {key_of(word) for word in words}, _methods(classes, name), f"{module}.{name}"
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    # Other names of functions and classes: `data = Views`, and `from my_data import data`
+    renamed = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)]
+    top |= {ast.unparse(each) for node in renamed for each in node.targets}
+    top |= {each.asname or each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
     # Who names the file runs it
     written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
     if "ckpt_path" not in given:  # which has all arguments
