@@ -135,6 +135,17 @@ class Result:
     def metrics(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
 
+    def logged(self, split: str) -> list[dict[str, Any]]:
+        """The lines of `metrics.jsonl` about a split."""
+        return [record for record in self.metrics if record["split"] == split]
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The contents of the last checkpoint."""
+        from runner.checkpoint.file import read
+
+        return read(self.directory / "checkpoints" / "last.safetensors")
+
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -214,15 +225,9 @@ def rejected(run: Callable[..., Result]) -> Callable[..., Result]:
 
 
 @pytest.fixture
-def train(run: Callable[..., Result]) -> Callable[..., Result]:
+def train(accepted: Callable[..., Result]) -> Callable[..., Result]:
     """A quick training in this process, which must succeed: `train("epochs=1", "amp=true")`."""
-
-    def call(*words: str) -> Result:
-        result = run("train", *FAST, *words)
-        assert result.status == 0, result.err + result.out
-        return result
-
-    return call
+    return lambda *words: accepted("train", *FAST, *words)
 
 
 @pytest.fixture

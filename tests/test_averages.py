@@ -64,10 +64,6 @@ def parts(own_module: Any) -> None:
     own_module("my_parts", PARTS)
 
 
-def last(result: Any) -> dict[str, Any]:
-    return read(result.directory / "checkpoints" / "last.safetensors")
-
-
 @pytest.mark.parametrize(
     ("step", "model", "words"),
     [
@@ -85,7 +81,7 @@ def test_a_run_that_was_stopped_and_resumed_ends_with_the_same_average(
     rest = train(f"ckpt_path={stopped(step, *command).directory}")
     for key in ("weights_sha256", "best", "last", "global_step"):
         assert rest.summary[key] == whole.summary[key], key
-    averages = [last(result)["averaged"] for result in (whole, rest)]
+    averages = [result.last["averaged"] for result in (whole, rest)]
     assert averages[0]["updates"] == averages[1]["updates"] > 0
     assert weights_sha256(averages[0]["weights"]) == weights_sha256(averages[1]["weights"])
     assert weights_sha256(averages[0]["weights"]) != whole.summary["weights_sha256"]
@@ -99,7 +95,7 @@ def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherw
     words = (*MLP, "ema=0.8", "evaluate.test=true")
     first, second = train(*words), train(*words, "checkpoint.monitor=accuracy")
     for result in (first, second):
-        for record in (record for record in result.metrics if record["split"] == "val"):
+        for record in result.logged("val"):
             assert {"loss", "accuracy", "ema_loss", "ema_accuracy"} <= set(record)
             assert record["ema_loss"] != record["loss"]
     assert first.summary["best"]["metric"] == "val/ema_accuracy"
@@ -120,7 +116,7 @@ def test_both_are_evaluated_and_the_average_says_what_is_best_unless_told_otherw
 
 def test_before_swa_begins_the_weights_stand_for_their_average(train: Any) -> None:
     result = train(*CNN, "epochs=3", "swa=1", "checkpoint.keep=9")
-    before, begun, then = [record for record in result.metrics if record["split"] == "val"]
+    before, begun, then = result.logged("val")
     assert (before["swa_loss"], before["swa_accuracy"]) == (before["loss"], before["accuracy"])
     # The mean of one is itself; BatchNorm's statistics are new, so the outputs are not the same.
     assert begun["swa_loss"] != begun["loss"]
@@ -137,7 +133,7 @@ def test_a_skipped_step_does_not_update_the_average(train: Any) -> None:
     updates = []
     for bad in ("[]", "[2,5]"):
         result = train(*words, "loss._target_=my_parts.Broken", f"+loss.bad={bad}")
-        found = last(result)["averaged"]
+        found = result.last["averaged"]
         updates.append(found["updates"])
         assert all(math.isfinite(float(value.sum())) for value in found["weights"].values())
     assert updates == [6, 4]
@@ -145,7 +141,7 @@ def test_a_skipped_step_does_not_update_the_average(train: Any) -> None:
 
 def test_swa_without_batchnorm_needs_no_evaluation(train: Any, rejected: Any) -> None:
     result = train(*MLP, "swa=0.5", "data.split.val=0")
-    averaged = last(result)["averaged"]
+    averaged = result.last["averaged"]
     assert (averaged["updates"], averaged["calibrated"]) == (1, True)
     plain = train(*MLP, "epochs=1")
     found = rejected("eval", f"ckpt_path={plain.directory}", "threads=1", "weights=averaged")
@@ -163,7 +159,7 @@ def test_a_checkpoint_says_whether_statistics_are_those_of_its_average(train: An
     found = rejected("eval", f"ckpt_path={paths[2]}", "threads=1", "weights=averaged")
     assert "the checkpoint was saved after swa took weights and before an evaluation" in found.err
     # A run that goes on from there ends with the same average.
-    rest = last(train(f"ckpt_path={paths[2]}"))["averaged"]
+    rest = train(f"ckpt_path={paths[2]}").last["averaged"]
     assert rest["calibrated"]
     assert weights_sha256(rest["weights"]) == weights_sha256(files[3]["averaged"]["weights"])
 
@@ -212,7 +208,7 @@ def test_a_metric_of_ones_own_may_be_called_as_that_of_an_average_that_is_not_ke
 
 def test_the_rate_goes_over_to_that_of_swa(train: Any) -> None:
     words = (*MLP, "swa=1", "averaging.lr_factor=0.5", "scheduler=constant", "optimizer.lr=0.01", "log.every_steps=1")
-    rates = [record["lr"] for record in train(*words).metrics if record["split"] == "train"]
+    rates = [record["lr"] for record in train(*words).logged("train")]
     assert rates[:6] == [0.01] * 6
     assert rates[11] == pytest.approx(0.005)
     assert all(a > b for a, b in itertools.pairwise(rates[5:]))
@@ -254,8 +250,8 @@ def test_a_run_starts_from_the_average_where_that_was_best(train: Any) -> None:
     started = train(*MLP, f"init_from={source.directory}", "max_steps=1", "optimizer.lr=0", "optimizer.weight_decay=0")
     record = started.summary["init_from"]
     assert (record["kind"], record["weights_sha256"]) == ("ema", weights_sha256(best["averaged"]["weights"]))
-    assert last(started)["model"].keys() == best["averaged"]["weights"].keys()
-    assert weights_sha256(last(started)["model"]) == record["weights_sha256"] != weights_sha256(best["model"])
+    assert started.last["model"].keys() == best["averaged"]["weights"].keys()
+    assert weights_sha256(started.last["model"]) == record["weights_sha256"] != weights_sha256(best["model"])
     assert "tensors of the average (ema)" in started.out
 
 
@@ -272,7 +268,7 @@ def test_the_statistics_of_swa_are_those_of_batches_of_the_training_whatever_the
     train: Any, sizes: tuple[int, ...], more: tuple[str, ...]
 ) -> None:
     def digest(*words: str) -> str:
-        weights = last(train(*CNN, "swa=0.5", "averaging.lr_factor=1", *more, *words))["averaged"]["weights"]
+        weights = train(*CNN, "swa=0.5", "averaging.lr_factor=1", *more, *words).last["averaged"]["weights"]
         return weights_sha256(weights)
 
     found = {digest(f"evaluate.batch_size={size}") for size in sizes}

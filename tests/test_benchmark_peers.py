@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from runner.cli import main
-from runner.optim.schedules import Cosine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
 from peers import bare_loop, clock, dataloader_loop, hand_loop, tables
 from peers.cases import CASES, Job
 from peers.processes import words
 from peers.work import Work, work_of
+from runner.cli import main
+from runner.optim.schedules import Cosine
 
 JOB = Job(case="digits", contender="bare", epochs=3, samples=None, threads=1, seed=0)
 

@@ -78,10 +78,6 @@ def examples() -> list[Example]:
     return list(dict.fromkeys(found))
 
 
-def name_of(example: Example) -> str:
-    return f"{example.document.stem}: {example.line}"[:100]
-
-
 def failing(example: Example) -> bool:
     return example.output.startswith("error:")
 

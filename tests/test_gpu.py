@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from runner.checkpoint.file import read
 from runner.data.loaders import Batch
 from runner.distributed.world import joined
 from runner.engine.rank_step import RankStep
@@ -31,7 +30,7 @@ RUN = (
 
 
 def losses(result: Any) -> list[float]:
-    return [record["loss"] for record in result.metrics if record["split"] == "train"]
+    return [record["loss"] for record in result.logged("train")]
 
 
 def agree(one: Any, other: Any, tolerance: float = 0.02) -> bool:
@@ -41,7 +40,7 @@ def agree(one: Any, other: Any, tolerance: float = 0.02) -> bool:
 def test_fp16_trains_with_the_scaler_and_the_scale_is_saved(train: Any) -> None:
     scaled = train(*RUN, "amp=fp16")
     assert agree(scaled, train(*RUN), 0.1), "besides one step, whose gradients overflow"
-    assert read(scaled.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"] > 1
+    assert scaled.last["scaler"]["scale"] > 1
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
 import airbench_gpu
 import benchmark_loop
 import benchmark_peers
@@ -72,28 +70,33 @@ def test_a_failure_and_a_limit_are_rows() -> None:
     assert "cannot be read" in gpu.run(unread, "", 30.0)[0][3]
 
 
-def test_the_end_of_pytest_is_a_row() -> None:
-    printed = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\n"
-    row = ("tests with `-m gpu`", "", "1 failed, 2 passed in 3.00s", "FAILED tests/test_gpu.py::test_one")
-    assert gpu.of_tests(printed, NONE) == [row]
+PYTEST = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\n"
+LOOPS = """### digits: batch 64
+
+| loop | a step |
+|---|---|
+| `runner` | 1 µs | | |
+| `bare` | 2 µs | 1.06 times as long | 1.05, 1.06 |"""
+PEERS = """### digits
+| `runner` | 1 µs | 1 µs | 1.00 | 1.00 to 1.00 | 0.1 | 98% |
+| `hand` | 2 µs | 1 µs | 1.30 | 1.20 to 1.40 | 0.1 | 98% |
+| `timm` | not measured: timm is not installed | | | | | |"""
+AIRBENCH = "| training | seconds, median |\n|---|---|\n| `a.py` | 2.60 | 0.9405 | 5 |"
 
 
-def test_ratios_of_loops_and_peers_are_rows() -> None:
-    loop = (
-        "### digits: batch 64\n\n| loop | a step |\n|---|---|\n| `runner` | 1 µs | | |\n"
-        "| `bare` | 2 µs | 1.06 times as long | 1.05, 1.06 |"
-    )
-    each = "each process: 1.05, 1.06; `bare` takes 2 µs a step"
-    assert gpu.of_loops(loop, NONE) == [("`runner`, digits: batch 64", "`bare`", "1.06 times as long", each)]
-    peers = (
-        "### digits\n| `runner` | 1 µs | 1 µs | 1.00 | 1.00 to 1.00 | 0.1 | 98% |\n"
-        "| `hand` | 2 µs | 1 µs | 1.30 | 1.20 to 1.40 | 0.1 | 98% |\n"
-        "| `timm` | not measured: timm is not installed | | | | | |"
-    )
-    assert gpu.of_peers(peers, NONE) == [
-        ("`hand`, digits", "`runner`", "1.30 times as long (1.20 to 1.40)", "2 µs a step"),
-        ("`timm`, digits", "`runner`", "not measured", "not measured: timm is not installed"),
-    ]
+@pytest.mark.parametrize(
+    ("read", "printed", "rows"),
+    [
+        (gpu.of_tests, PYTEST, [("tests with `-m gpu`", "", "1 failed, 2 passed in 3.00s", "FAILED tests/test_gpu.py::test_one")]),
+        (gpu.of_loops, LOOPS, [("`runner`, digits: batch 64", "`bare`", "1.06 times as long",
+                                "each process: 1.05, 1.06; `bare` takes 2 µs a step")]),
+        (gpu.of_peers, PEERS, [("`hand`, digits", "`runner`", "1.30 times as long (1.20 to 1.40)", "2 µs a step"),
+                               ("`timm`, digits", "`runner`", "not measured", "not measured: timm is not installed")]),
+        (gpu.of_airbench, AIRBENCH, [("`a.py`", "", "2.60 s, accuracy 0.9405", "5 runs")]),
+    ],
+)  # fmt: skip
+def test_what_a_command_prints_is_rows(read: Any, printed: str, rows: list[gpu.Row]) -> None:
+    assert read(printed, NONE) == rows
 
 
 def test_what_bench_prints_is_rows(accepted: Any) -> None:
@@ -132,5 +135,3 @@ def test_both_trainings_of_cifar10_are_rows(tmp_path: Path) -> None:
     assert airbench_gpu.airbench(file, tmp_path / "data", 1) == [(2.6, 0.9405)], "without the run that warms up"
     logged = [{"global_step": 50, "samples_per_s": 1000.0}, {"global_step": 60, "samples_per_s": 500.0}]
     assert airbench_gpu.seconds_of(logged, 100) == 50 * 100 / 1000 + 10 * 100 / 500
-    printed = "| training | seconds, median |\n|---|---|\n| `a.py` | 2.60 | 0.9405 | 5 |"
-    assert gpu.of_airbench(printed, NONE) == [("`a.py`", "", "2.60 s, accuracy 0.9405", "5 runs")]

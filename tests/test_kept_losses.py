@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,6 @@ from extended import some
 from nested import equal
 from safetensors.torch import load_file
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 from rank_pool import RankPool
 from runner.checkpoint import file
@@ -123,7 +120,7 @@ def test_an_average_has_the_loss_of_its_own_and_eval_uses_what_belongs_to_the_we
     result = train(*WORDS, loss("Weighted"), "ema=0.8", "checkpoint.monitor=ema_loss")
     tensors = saved(result)
     assert not torch.equal(tensors["averaged/loss/log_scales"], tensors["loss/log_scales"])
-    last = [record for record in result.metrics if record["split"] == "val"][-1]
+    last = result.logged("val")[-1]
     for weights, metric in (("raw", "loss"), ("averaged", "ema_loss")):
         path = result.directory / "checkpoints/last.safetensors"
         found = accepted("eval", f"ckpt_path={path}", "split=val", f"weights={weights}", "json=true", "threads=1")

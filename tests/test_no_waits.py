@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from extended import some
-from torch.utils._python_dispatch import TorchDispatchMode
+from waiting import Waits
 
 EVERY = 4
 # 24 steps of two batches in one epoch: the evaluation and the checkpoint come with the last log line.
@@ -54,31 +54,19 @@ def test_every_optimizer_that_is_shipped_is_watched() -> None:
     } == shipped - {"lbfgs", "muon", "rmsprop"}  # which have no fused kernel: each step waits, and a warning says so
 
 
-class Reads(TorchDispatchMode):
-    """Counts operations whose result the host has to wait for, and methods that read a tensor's values."""
-
-    WAITING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "unique_dim")
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    """Counts methods that read a tensor's values, too."""
+    reads = Waits()
     # Not `numpy`: it refuses what is not on the CPU, where nothing is waited for.
-    METHODS = ("tolist", "cpu")
+    for name, method in (("tolist", torch.Tensor.tolist), ("cpu", torch.Tensor.cpu)):
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        for name in self.METHODS:
-            monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
-
-    def _counting(self, name: str, method: Any) -> Any:
-        def call(*args: Any, **keys: Any) -> Any:
-            self.found.append(name)
+        def call(*args: Any, name: str = name, method: Any = method, **keys: Any) -> Any:
+            reads.found.append(name)
             return method(*args, **keys)
 
-        return call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket).rpartition(".")[2]
-        if name in self.WAITING:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
+        monkeypatch.setattr(torch.Tensor, name, call)
+    return reads
 
 
 @pytest.fixture
@@ -94,9 +82,8 @@ def watching(own_module: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize("words", some(STEPS, 1, 3, 5, 6), ids=" ".join)
 def test_a_run_reads_two_numbers_at_each_log_point_and_none_between(
-    train: Any, watching: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+    train: Any, watching: Any, reads: Waits, words: tuple[str, ...]
 ) -> None:
-    reads = Reads(monkeypatch)
     watching.Watch.count = staticmethod(lambda: len(reads.found))
     with reads:
         train(*RUN, *words, "callbacks.watch={_target_: watching.Watch}")

@@ -73,20 +73,14 @@ def words_of(folder: Path) -> list[str]:
 
 def assert_expected(directory: Path, name: str) -> None:
     """Compare a run with the uninterrupted one of the earlier version: exactly on the same kind of machine."""
-    saved, tensors = (
-        load_file(directory / "checkpoints" / "last.safetensors"),
-        load_file(FOLDER / f"{name.split('/')[0]}.safetensors"),
-    )
+    saved = load_file(directory / "checkpoints" / "last.safetensors")
+    tensors = load_file(FOLDER / f"{name.split('/')[0]}.safetensors")
     compared = [key for key in tensors if key.startswith(f"{name}:")]
     assert compared
     for key in compared:
         torch.testing.assert_close(saved[key.partition(":")[2]], tensors[key], rtol=0, atol=1e-5)
-    here = environment()
-    machine = {
-        "torch": here["torch"]["version"],
-        "capability": here["torch"]["cpu_capability"],
-        "cpu": here["cpu"]["model"],
-    }
+    build, cpu = environment()["torch"], environment()["cpu"]["model"]
+    machine = {"torch": build["version"], "capability": build["cpu_capability"], "cpu": cpu}
     exact = machine == EXPECTED["machine"]
     print(f"{name}: compared {'bit by bit' if exact else 'within 1e-5, as torch or the CPU is another one'}")
     if exact:
@@ -122,28 +116,20 @@ def test_a_sweep_half_done_is_continued_by_its_command(
         for rate in RATES:  # as a version with these keys knew the jobs
             job = [word if not word.startswith("optimizer.lr=") else f"optimizer.lr={rate}" for word in words]
             values = compose(*job).values | Ledger.read(Path("sweep")).was
-            before, after = (
-                identity(each, job, ["optimizer.lr"]) for each in (values, values | AGED | {"accumulate": "fewer"})
-            )
+            before = identity(values, job, ["optimizer.lr"])
             assert before in text
-            text = text.replace(before, after)
+            text = text.replace(before, identity(values | AGED | {"accumulate": "fewer"}, job, ["optimizer.lr"]))
         ledger.write_text(text.replace('"base": {', '"base": {"older.one": false, "older.two": false, '))
-    result = accepted("train", "--multirun", *base, f"optimizer.lr={','.join(RATES)}", "sweep.dir=sweep")
+    command = ("train", "--multirun", *base, f"optimizer.lr={','.join(RATES)}", "sweep.dir=sweep")
+    result = accepted(*command)
     assert "1 of 3 jobs have finished already" in result.out
     assert warned(result.err + result.out) == ([("sweep", NAMED)] if older else [])
-    assert [json.loads(line)["folder"] for line in ledger.read_text().splitlines() if '"started"' in line] == [
-        "0",
-        "1",
-        "1",
-        "2",
-    ]
+    started = [json.loads(line)["folder"] for line in ledger.read_text().splitlines() if '"started"' in line]
+    assert started == ["0", "1", "1", "2"]
     for job in range(3):
         assert_expected(Path("sweep", str(job)), f"sweep/{job}")
     assert accepted("sweep", "sweep").out.count("finished") >= 3
-    assert (
-        "3 of 3 jobs have finished already"
-        in accepted("train", "--multirun", *base, f"optimizer.lr={','.join(RATES)}", "sweep.dir=sweep").out
-    )
+    assert "3 of 3 jobs have finished already" in accepted(*command).out
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_finished_run_goes_on_with_more_epochs_as_if_it_had_been_asked_at_once
     assert weights(rest) == weights(whole)
     row = next(line for line in rest.out.splitlines() if line.strip().startswith("epochs"))
     assert row.split() == ["epochs", "1", "3", "yes"], "the difference is printed"
-    assert [m for m in rest.metrics if m["split"] == "val"] == [m for m in whole.metrics if m["split"] == "val"]
+    assert rest.logged("val") == whole.logged("val")
 
 
 def test_resuming_in_the_same_directory_continues_its_files(train: Any, stopped: Any) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from runner.config.sources import shipped
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
 from same_bits import difference, verdict
 from same_bits_runs import RUNS
 

@@ -22,12 +22,8 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.runtime.hardware_metrics.listed_peak", lambda name, kind: ceiling)
 
 
-def training_lines(result: Any) -> list[dict[str, Any]]:
-    return [record for record in result.metrics if record["split"] == "train"]
-
-
 def test_every_training_line_has_throughput_waiting_and_memory(train: Any) -> None:
-    lines = training_lines(train(*SMALL))
+    lines = train(*SMALL).logged("train")
     assert lines
     for line in lines:
         assert line["samples_per_s"] > 0
@@ -43,7 +39,7 @@ def test_a_device_without_a_listed_peak_has_no_utilization_and_one_warning_if_as
         "true": 1, "auto": 0, "false": 0,
     }  # fmt: skip
     assert said in results["true"].out
-    assert not any("mfu" in line for result in results.values() for line in training_lines(result))
+    assert not any("mfu" in line for result in results.values() for line in result.logged("train"))
 
 
 @pytest.mark.usefixtures("listed")
@@ -52,9 +48,9 @@ def test_a_listed_peak_has_its_utilization_logged_and_changes_no_bit(train: Any)
     assert len({result.summary["weights_sha256"] for result in results.values()}) == 1
     assert len({str(result.summary["best"]) for result in results.values()}) == 1
     for wanted, result in results.items():
-        assert all(("mfu" in line) == (wanted != "false") for line in training_lines(result))
+        assert all(("mfu" in line) == (wanted != "false") for line in result.logged("train"))
         assert ("FLOP a sample" in result.out) == ("data sheet of a GPU" in result.out) == (wanted != "false")
-    assert all(0 < line["mfu"] < 1 for line in training_lines(results["auto"]))
+    assert all(0 < line["mfu"] < 1 for line in results["auto"].logged("train"))
 
 
 def test_a_gpu_that_is_not_listed_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
 
-from runner.checkpoint import file
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
-
 import torture
 from faults import damage, ending, table, writing
+from runner.checkpoint import file
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -34,6 +34,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
 from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
 from runner.run.model import model_of, prepared
+from runner.run.setup import why_occupied
 from runner.runtime.device import choose_device, switches_kept
 from runner.runtime.precision import choose_precision
 from runner.tasks.task import Task
@@ -190,6 +191,8 @@ def train(*overrides: str | Train, config_dir: str | Path | None = None) -> Resu
     composition = _composition("train", () if config else overrides, config_dir)
     if config is not None:
         composition = dataclasses.replace(composition, values=keys.to_plain(config), group_choices={}, primary="")
+    if mistake := why_occupied(composition):
+        raise mistake
     if composition.values["dry_run"] is True:
         raise UserError("dry_run", "makes no run that train() could return", "python -m runner train dry_run=true")
     with _RUNNING, switches_kept():

@@ -20,9 +20,3 @@ def test_a_length_of_time(text: str, expected: float) -> None:
 def test_what_is_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         seconds(text)
-
-
-def test_a_wrong_max_time_is_a_sentence(rejected) -> None:
-    result = rejected("train", "max_time=soon")
-    assert "max_time: cannot be soon" in result.err
-    assert "2h, 90m" in result.err

@@ -149,10 +149,8 @@ TOLD = (
 
 
 @pytest.fixture
-def sending(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    (workdir / "sending.py").write_text(SENDING, encoding="utf-8")
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "sending")
+def sending(own_module: Any) -> ModuleType:
+    own_module("sending", SENDING)
     return importlib.import_module("sending")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from faults import forging
 from runner.checkpoint import rng
 from runner.checkpoint.file import FORMAT
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from faults import forging
 
 
 @pytest.fixture

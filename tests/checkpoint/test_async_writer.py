@@ -59,7 +59,9 @@ def test_what_may_be_copied_later_is_copied_when_the_snapshot_is_finished() -> N
     assert torch.equal(copy["model"]["mean"], torch.ones(3))
 
 
-@pytest.mark.parametrize("words", some([(), ("amp=fp16",), ("optimizer=rmsprop",), ("compile=step",)], 0, 1), ids=str)
+@pytest.mark.parametrize(
+    "words", some([(), ("amp=fp16", "ema=0.9"), ("optimizer=rmsprop",), ("compile=step",)], 0, 1), ids=str
+)
 def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(
     train: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
@@ -78,7 +80,7 @@ def test_a_run_that_saves_in_the_background_writes_the_same_checkpoints(
     assert len(names[0]) > 10
     for name in names[0]:
         left, right = (read(folder / name) for folder in folders)
-        for key in ("model", "optimizer", "position", "rng", "scheduler"):
+        for key in ("model", "optimizer", "position", "rng", "scheduler", "averaged", "scaler"):
             assert equal(left[key], right[key]), (name, key)
 
 

@@ -12,10 +12,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from nested import equal
+from nested import equal, names
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -27,10 +28,6 @@ from runner.checkpoint.weights import weights_sha256
 from runner.distributed.sharding import loaded
 
 Make = Callable[..., dict[str, Any]]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture
@@ -169,10 +166,8 @@ def test_every_truncation_and_every_flipped_byte_is_found_and_named(sample: Path
                 look(sample)
     places = {generator.randrange(len(data)) for _ in range(200)} | set(range(8, 140))
     flips = [(place, generator.randrange(8)) for place in places]
-    for place, bit in [
-        *flips,
-        *itertools.product(range(8), range(8)),
-    ]:  # the first bytes claim the length of the header
+    # The first bytes claim the length of the header.
+    for place, bit in [*flips, *itertools.product(range(8), range(8))]:
         damaged = bytearray(data)
         damaged[place] ^= 1 << bit
         sample.write_bytes(damaged)
@@ -200,11 +195,7 @@ def test_a_failure_at_any_moment_leaves_the_old_file_and_nothing_else(
     target: str, number: int, reason: str, sample: Path, contents: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sample.read_bytes()
-
-    def fail(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(target, fail)
+    monkeypatch.setattr(target, Mock(side_effect=OSError(number, os.strerror(number))))
     with pytest.raises(UserError, match=f"checkpoint: {reason}.*; earlier checkpoints are untouched"):
         write(sample, contents(8))
     monkeypatch.undo()
@@ -226,10 +217,7 @@ def test_a_link_is_the_same_checkpoint_and_can_be_made_twice(tmp_path: Path, sam
 def test_where_the_file_system_has_no_links_a_copy_is_made(
     tmp_path: Path, sample: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_links(*_: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(errno.EPERM, "Operation not permitted")))
     link(sample, tmp_path / "last.safetensors")
     assert (tmp_path / "last.safetensors").read_bytes() == sample.read_bytes()
     assert (tmp_path / "last.safetensors").stat().st_ino != sample.stat().st_ino

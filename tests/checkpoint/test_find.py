@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nested import names
 
 from faults import slow_disk
 from runner.base.errors import UserError
@@ -116,9 +117,13 @@ def test_a_run_with_nothing_whole_names_every_file(runs: Path) -> None:
         ("best", "runs", r"has no best checkpoint\n.*ckpt_path=last"),
         ("runs/olde", "runs", r"there is no .*olde; did you mean '.*old'\?\n.*allowed: a checkpoint file"),
         ("runs/old/checkpoints/step_000000020.safetensors", "runs", r"did you mean '.*step_0000000020\.safetensors'"),
+        ("/dev/zero", ".", r"ckpt_path: /dev/zero is not a regular file\n    allowed: "),
+        ("pipe.pt", ".", r"ckpt_path: pipe\.pt is not a regular file\n    allowed: "),
+        ("link.pt", ".", r"ckpt_path: link\.pt is not a regular file\n    allowed: "),
+        ("links.pt", ".", r"ckpt_path: there is no links\.pt\n    allowed: "),
     ],
 )
-def test_what_is_not_there_is_a_sentence(
+def test_what_is_not_there_or_no_file_is_a_sentence_and_not_suggested(
     ckpt_path: str, folder: str, words: str, tmp_path: Path, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -126,6 +131,8 @@ def test_what_is_not_there_is_a_sentence(
     (tmp_path / "begun" / "2026-01-01_00-00-00" / "overrides.yaml").touch()
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     (runs / "new" / "checkpoints" / "best.safetensors").unlink()
+    os.mkfifo("pipe.pt")
+    Path("link.pt").symlink_to("gone.pt")
     with pytest.raises(UserError, match=words):
         load(ckpt_path, tmp_path / folder, "last")
 
@@ -137,29 +144,6 @@ def test_a_newer_format_is_told_and_no_older_file_is_taken_instead(named: str, r
     forge_header(folder / "last.safetensors", {"format": "3", "shards": "3"}, {})
     with pytest.raises(UserError, match=r"last\.safetensors: has format 3, and this version reads up to 2: update"):
         load(str(folder / "last.safetensors" if named == "file" else runs / "old"), runs, "last")
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("/dev/zero", "ckpt_path: /dev/zero is not a regular file"),
-        ("pipe.pt", r"ckpt_path: pipe\.pt is not a regular file"),
-        ("link.pt", r"ckpt_path: link\.pt is not a regular file"),
-        ("links.pt", r"ckpt_path: there is no links\.pt"),
-    ],
-)
-def test_what_is_there_and_no_file_is_not_suggested(
-    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe.pt")
-    Path("link.pt").symlink_to("gone.pt")
-    with pytest.raises(UserError, match=rf"{words}\n    allowed: "):
-        load(name, tmp_path, "last")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def step_of(path: Path) -> int:

@@ -185,14 +185,14 @@ def test_list_shows_the_groups_that_are_named_or_all_and_their_options(named, ca
 
 def test_list_show_and_help_see_the_users_own_folder(capsys, workdir):
     (workdir / "mine" / "model").mkdir(parents=True)
-    own = workdir / "mine" / "model" / "own.yaml"
+    own = workdir / "mine" / "model" / "users.yaml"
     own.write_text("# My own model.\n_target_: my_package.Net\n")
     assert main(["list", "model", "--config-dir", "mine"]) == 0
-    assert re.search(r"^  own +My own model\.$", capsys.readouterr().out, re.MULTILINE)
-    assert main(["show", "--config-dir=mine", "model=own"]) == 0
+    assert re.search(r"^  users +My own model\.$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["show", "--config-dir=mine", "model=users"]) == 0
     assert capsys.readouterr().out == f"# {own}\n{own.read_text()}\n"
     assert main(["train", "--config-dir", "mine", "--help"]) == 0
-    assert re.search(r"^  model .*\bown\b", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^  model .*\busers\b", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +232,21 @@ def test_json_has_one_meaning_however_it_is_spelled(accepted, trained, word):
     for name, verb in VERBS.items():
         if "json" in (SCHEMAS[name].__dataclass_fields__ if verb.takes_config else ()):
             assert verb.expand_shorthand(["seed=1", word]) == ["seed=1", "json=true"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "meant"),
+    [
+        ("audit", "vary=threads:0,2 +vary=amp:bf16 vary={seed:1}", "vary.threads=[0,2] vary.amp=bf16 vary={seed:1}"),
+        ("check", "only=labels,logits skip=modes", "only=[labels,logits] skip=[modes]"),
+        ("check", "only=labels,logits -m", "only=[labels,logits] -m"),
+        ("check", "--json --strict --train seed=1", "json=true strict=true train=true seed=1"),
+        ("inspect", "features=a.b,c +what=layers what=null", "features=[a.b,c] +what=[layers] what=null"),
+        ("inspect", "tensors=[x] seed=1,2 output=a,b", "tensors=[x] seed=1,2 output=a,b"),
+    ],
+)  # fmt: skip
+def test_short_words_are_spelled_out_before_hydra_sees_them(verb, words, meant):
+    assert VERBS[verb].expand_shorthand(words.split()) == meant.split()
 
 
 def test_the_module_and_the_command_are_the_same_program():

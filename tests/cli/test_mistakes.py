@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,30 +21,21 @@ IMAGES = (
 IMAGES += ("data.image_size=8", "data.batch_size=4", "model=small_cnn", "model.width=4", "epochs=1")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a mistake is made: an empty working folder, and the directory of a run that went well."""
-
-    folder: Path
-    trained: Path
-    patch: pytest.MonkeyPatch
-
-
-def nothing(place: Place) -> None:
+def nothing(trained: Path) -> None:
     """An empty folder is enough for most mistakes."""
 
 
-def images(place: Place) -> None:
+def images(trained: Path) -> None:
     for name in ("cat", "dog"):
-        folder = place.folder / "images" / name
+        folder = Path("images", name)
         folder.mkdir(parents=True)
         for number in range(6):
             Image.new("RGB", (8, 8), (number * 20, 10, 200)).save(folder / f"{number}.png")
 
 
-def an_empty_class(place: Place) -> None:
-    images(place)
-    (place.folder / "images" / "emu").mkdir()
+def an_empty_class(trained: Path) -> None:
+    images(trained)
+    Path("images/emu").mkdir()
 
 
 PACKAGE = """
@@ -72,52 +62,47 @@ class HalfMisspelt(Misspelt):
 """
 
 
-def an_odd_package(place: Place) -> None:
-    (place.folder / "odd_package.py").write_text(PACKAGE)
-    place.patch.syspath_prepend(place.folder)
+def an_odd_package(trained: Path) -> None:
+    Path("odd_package.py").write_text(PACKAGE)
 
 
-def a_file_named_outputs(place: Place) -> None:
-    (place.folder / "outputs").write_text("not a folder")
+def a_file_named_outputs(trained: Path) -> None:
+    Path("outputs").write_text("not a folder")
 
 
-def checkpoint(place: Place, content: bytes) -> None:
-    (place.folder / "mine.safetensors").write_bytes(content)
+def a_good_checkpoint(trained: Path) -> None:
+    shutil.copy(trained / "checkpoints" / "last.safetensors", "mine.safetensors")
 
 
-def a_good_checkpoint(place: Place) -> None:
-    checkpoint(place, (place.trained / "checkpoints" / "last.safetensors").read_bytes())
+def a_damaged_last_of_a_run(trained: Path) -> None:
+    another_run(trained)
+    best = Path("run/checkpoints/best.safetensors")
+    content = best.read_bytes()
+    best.unlink()
+    best.write_bytes(content[:-7])
 
 
-def a_damaged_last_of_a_run(place: Place) -> None:
-    run = place.folder / "run"
-    shutil.copytree(place.trained, run)
-    content = (run / "checkpoints" / "best.safetensors").read_bytes()
-    (run / "checkpoints" / "best.safetensors").unlink()
-    (run / "checkpoints" / "best.safetensors").write_bytes(content[:-7])
-
-
-def another_architecture(place: Place) -> None:
-    contents = checkpoint_file.read(place.trained / "checkpoints" / "last.safetensors")
+def another_architecture(trained: Path) -> None:
+    contents = checkpoint_file.read(trained / "checkpoints" / "last.safetensors")
     assert "width: 4" in contents["config"]
     contents["config"] = contents["config"].replace("width: 4", "width: 6")
-    checkpoint_file.write(place.folder / "mine.safetensors", contents)
+    checkpoint_file.write(Path("mine.safetensors"), contents)
 
 
-def another_run(place: Place) -> None:
-    shutil.copytree(place.trained, place.folder / "run")
+def another_run(trained: Path) -> None:
+    shutil.copytree(trained, "run")
 
 
-def a_misspelt_part(place: Place) -> None:
-    folder = place.folder / "mine" / "model"
+def a_misspelt_part(trained: Path) -> None:
+    folder = Path("mine/model")
     folder.mkdir(parents=True)
     (folder / "part.yaml").write_text("defaults:\n  - mpl\n  - _self_\nwidth: 3\n")
 
 
 # What is prepared, and then in each line (which goes on in indented ones) a call and the parts of the message, in any order.
-# The words of `train` come after those that make a run tiny, unless `plain` is before it.
+# The words of `train` and of verbs in capital letters come after those that make a run tiny, unless `plain` is before it.
 # fmt: off
-TABLES: dict[Callable[[Place], None], str] = {
+TABLES: dict[Callable[[Path], None], str] = {
     nothing: """
 trian | 'trian' is not a verb | did you mean 'train'? | allowed: | eval
 --cfg job | '--cfg' is not a verb | allowed:
@@ -188,8 +173,85 @@ train 'data.normalize={mean: [0, 0], std: [1, 1]}' | data.normalize: has 2 | 3 c
 train data.dataset.samples=2 | data.split.val: 0.1 of 2 | not even one
 EVAL | ckpt_path: is missing | allowed: a checkpoint file
 train ckpt_path=last | ckpt_path: no run with a checkpoint in outputs/synthetic | allowed:
+train max_time=soon | max_time: cannot be soon | 2h, 90m
+show optimizer.lrr | did you mean 'optimizer.lr'?
+copy model=mlp | needs an option and a folder
+copy model=mlpp mine | model has no option 'mlpp'
+copy modle=mlp mine | there is no group 'modle'
+copy model=mlp mine --name vit_tiny | has an option 'vit_tiny' already
+copy model=mlp /proc/nowhere | cannot write
+audit vary=data.workers:0,2 | vary.data.workers: varies what is not a key | data.num_workers
+audit vary=threads:1,2,3 | vary.threads: has 3 values, but there are two sides | vary=threads:A,B
+audit vary=data.batch_size:0 | vary: data.batch_size=0 cannot be run | a whole number of at least 1
+audit a=one.pt | b: is missing, and a is given | b=PATH
+audit a=one.pt b=two.pt vary=seed:1 | vary: has no effect on checkpoints
+audit a=one.pt b=two.pt | a: there is no one.pt
+audit steps=0 | steps: cannot be 0
+audit threads=1 steps=1 data.batch_size=32 data.root=nowhere data=image_folder | data.root
+bench togles=[amp] toggles=[ampp] repeats=1 | togles: is not a key; did you mean 'toggles'? | toggles: cannot be ampp
+    | repeats: cannot be 1
+bench vary.data.batchsize=[1] vary.rate=[1] vary.optimizer=[sgd] vary.evaluate=[1]
+    | vary.data.batchsize: varies what is not a key; did you mean 'vary.data.batch_size'?
+    | vary.rate: varies what is not a key | vary.optimizer: varies a whole section | vary.evaluate: varies a whole section
+bench date | date: is not an override
+FIND-LR transform=none scheduler=constant num_steps=10 start=1 end=0.1 | start: is 1, and end is 0.1
+FIND-LR transform=none scheduler=constant num_steps=3 | num_steps: cannot be 3
+FIND-LR transform=none scheduler=constant num_steps=10 lr=auto
+    | lr: can no longer be auto | run find-lr, and set the number that it prints
+FIND-LR transform=none scheduler=constant num_steps=10 start=1e-9 end=1e-7
+    | lr: no rate was found: the loss hardly falls at any rate from 1e-09 to 1e-07
+FIND-LR transform=none scheduler=constant num_steps=10 optimizer.lr=0 | optimizer.lr: is 0
+INSPECT features=haed | features: the model has no layer 'haed'; did you mean 'head'?
+INSPECT tensors=stage.1 what=features | tensors: the model has no layer 'stage.1'; did you mean 'stages.1'?
+INSPECT tensors=stage.1 what=activations | tensors: the model has no layer 'stage.1'
+inspect what=weights split=tset samples=0 | what: cannot be weights
+    | layers, activations, gradients, inputs, features or errors | split: cannot be tset; did you mean 'test'?
+    | samples: cannot be 0
+INSPECT features=head output=f.csv | output: cannot be f.csv
+inspect ckpt_path=nowhere | ckpt_path: there is no nowhere
+profile step=3 warmup_steps=-1 | step: is not a key; did you mean 'steps'? | warmup_steps: cannot be -1
+PROFILE optimizer=sgd optimizer.lr=1e30 log.every_steps=2 scheduler=constant
+    | cannot be profiled: lower optimizer.lr
+CHECK only=[step-sizee] | only: there is no check or group 'step-sizee'; did you mean 'step-size'?
+    | allowed: config, data, labels
+CHECK skip=[step-sizee] | skip: there is no check or group 'step-sizee'; did you mean 'step-size'? | allowed: data, labels
+CHECK skip=build | skip: 'build' always runs
+CHECK skip=config | skip: 'config' always runs
+report nowhere | nowhere
+report . | holds no run
+report name=digits | takes folders, not name= allowed: report outputs/digits
 """,
     another_run: """
+EVAL ckpt_path=run tta=[flip,five_crops] | five_crop
+inspect threads=1 ckpt_path=run data.dataset.classes=3 task.num_classes=null what=errors | classes
+PREDICT | input: is missing
+PREDICT input=runs | did you mean 'run'?
+PREDICT input=run/*.gif | there is no image in run/*.gif
+PREDICT input=[test,run] | 'test' is a split of the data
+PREDICT input=test output=rows.xlsx | output: cannot be 'rows.xlsx'
+PREDICT input=test top_k=11 | there are 10 classes
+PREDICT input=test tta=flop | did you mean 'flip'?
+PREDICT input=test features=stage.2 | did you mean 'stages.2'?
+PREDICT input=test model.width=8 | of another shape
+report run column=seed | columns
+report run columns=optimizer.rl | optimizer.lr
+report run sort=acc | sort: cannot be acc: no run has it; did you mean 'val/accuracy'
+report run where=seed>100 | to select runs, use runner.runs().to_pandas().query() in Python
+report run seeds=some | seeds
+report run diff=true | diff
+report run diff=yes | diff
+report run --html | html
+report run against=run/summary.json | against
+report run against=run tolerance.speed=1 | tolerance.speed
+report run against=run tolerance.step=fast | tolerance.step
+report run csv=nowhere/t.csv | mkdir -p nowhere
+report run html=. | it is a folder
+report run save_baseline= | save_baseline: cannot be ''
+report run against= | against: is empty
+report run against=nowhere | against: there is no nowhere
+report run tolerance.step=0.1 | against=PLACE
+report run tolerance=0.1 | tolerance.metric
+report ckpt_path=run | report run
 predict last.safetensors run device=cpu | 2 problems | allowed: ckpt_path=last.safetensors | run: is a path without a key
     | allowed: input=run
 eval --multirun ckpt_path=run sweep.retry=all | sweep.retry: is about jobs that train
@@ -218,6 +280,7 @@ train data=synthetic data.dataset._target_=odd_package.Sized | data.dataset.nois
 train | output_root: cannot write outputs | a file exists
 train --multirun seed=0,1 | output_root: cannot write outputs | a file exists
 train hydra.run.dir=outputs/here | hydra.run.dir: cannot be outputs/here: outputs is a file | allowed: a folder
+PROFILE steps=6 warmup_steps=1 output=outputs/there | error: output: cannot write
 """,
     an_empty_class: """
 IMAGES | data.root: the class folder | images/emu has no images | remove the folder
@@ -251,19 +314,22 @@ ROWS = [
     for line in re.sub(r"\n +", " ", table).split("\n")[1:-1]
 ]
 EVAL = ("eval", "threads=1", "device=cpu", "split=val")
+PREDICT = ("predict", "threads=1", "ckpt_path=run")
 
 
 def call_of(line: str, tiny: tuple[str, ...]) -> tuple[str, ...]:
     """The words of a call in a table."""
     first, *words = shlex.split(line)
-    starts = {"IMAGES": ("train", *IMAGES), "EVAL": EVAL, "plain": (), "train": ("train", *tiny)}
-    return (*starts.get(first, (first,)), *words)
+    starts = {"IMAGES": ("train", *IMAGES), "EVAL": EVAL, "PREDICT": PREDICT, "plain": (), "train": ("train", *tiny)}
+    given = (first.lower(), *tiny) if first[0].isupper() else (first,)
+    return (*starts.get(first, given), *words)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0].__name__}: {row[1]}"[:70] for row in ROWS])
 def test_a_mistake_is_a_sentence(row, rejected, workdir, trained, tiny, monkeypatch):
     prepare, line, *says = row
-    prepare(Place(workdir, trained, monkeypatch))
+    prepare(trained)
+    monkeypatch.syspath_prepend(workdir)
     err = rejected(*call_of(line, tiny)).err
     said = " ".join(" ".join(line for line in err.splitlines() if not line.startswith("warning: ")).split())
     assert said.startswith("error: ")
@@ -306,3 +372,10 @@ def test_the_traceback_of_a_mistake_is_shown_when_asked_for(run, tiny, monkeypat
     assert result.status == 2
     assert "Traceback" in result.err
     assert "dropout must be" in result.err
+
+
+def test_a_config_of_ones_own_that_lacks_sections_is_told_which(rejected, workdir):
+    (workdir / "mine").mkdir()
+    (workdir / "mine" / "bare.yaml").write_text("seed: 1\n")
+    result = rejected("train", "--config-dir", "mine", "--config-name", "bare")
+    assert "model: is missing" in result.err

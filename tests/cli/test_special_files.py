@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import numpy as np
 import pytest
+from PIL import Image
 
 from runner.base.errors import UserError
 from runner.data.sources.image_io import read_image
@@ -38,10 +40,20 @@ def test_a_folder_of_configs_with_special_files_can_be_listed(workdir: Path) -> 
     assert "model: has no option 'pipe'" in done.stderr
 
 
-def test_a_named_pipe_among_images_cannot_be_read(workdir: Path) -> None:
-    os.mkfifo("pipe.png")
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_named_pipe_in_a_folder_of_images_is_a_sample_that_cannot_be_read(run, workdir: Path, on_error: str) -> None:
+    for number in range(12):
+        path = workdir / "photos" / "train" / ("cats", "dogs")[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((8, 8, 3), number, dtype=np.uint8)).save(path)
+    os.mkfifo(workdir / "photos" / "train" / "cats" / "pipe.png")
     with pytest.raises(UserError, match=r"pipe\.png: it is not a regular file"):
-        read_image(Path("pipe.png"), 8)
+        read_image(workdir / "photos" / "train" / "cats" / "pipe.png", 8)
+    words = ["data=image_folder", "data.root=photos", "data.image_size=8", "data.num_workers=0", "data.split.val=0"]
+    words += ["data.split.test=0", "evaluate.test=false", "model=mlp", "epochs=1", "threads=1", "logger=none"]
+    result = run("train", *words, "log.curves=false", f"data.on_error={on_error}")
+    assert result.status == (2 if on_error == "raise" else 0), result.err
+    assert "pipe.png: it is not a regular file" in result.out + result.err
 
 
 OUTPUTS = {

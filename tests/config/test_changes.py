@@ -28,6 +28,13 @@ def test_every_key_of_the_schema_is_declared() -> None:
     assert undeclared(Train) == []
 
 
+def test_a_new_key_is_not_declared_by_those_around_it() -> None:
+    class More(Train):
+        new: int = 0
+
+    assert undeclared(More) == ["new"]
+
+
 def test_nothing_is_declared_that_is_no_key() -> None:
     assert [key for key in CHANGES if keys.find(Train, key) is None] == []
 
@@ -39,6 +46,8 @@ def test_nothing_is_declared_that_is_no_key() -> None:
         ("model", Change.REFUSED),
         ("data.dataset.samples", Change.REFUSED),
         ("optimizer._target_", Change.REFUSED),
+        *((key, Change.REFUSED) for key in ("init_from", "freeze", "unfreeze_at", "init", "model.head")),
+        *((f"optimizer.{key}", Change.REFUSED) for key in ("no_decay", "lr_mult", "layer_decay")),
         ("optimizer.lr", Change.REPORTED),
         ("optimizer.betas.0", Change.REPORTED),
         ("callbacks.early_stopping.patience", Change.REPORTED),

@@ -287,6 +287,12 @@ optimizer.lr_base_batch_size=true | optimizer.lr_base_batch_size | cannot be tru
 optimizer.lr_base_batch_size=1.5 | optimizer.lr_base_batch_size | cannot be 1.5
 +optimizer.lr_base_batch_siz=64 | optimizer.lr_base_batch_siz | is not an argument
 evaluate.every_epochs=0.5 | evaluate.every_epochs | cannot be 0.5
+optimizer.foreach=true optimizer.fused=true | optimizer.fused | is true, and so is optimizer.foreach
+optimizer.layer_decay=1.5 | optimizer.layer_decay | cannot be 1.5
+optimizer.layer_decay=0 | optimizer.layer_decay | cannot be 0
+optimizer.no_decay=some | optimizer.no_decay | cannot be some
+optimizer.lr_mult={head:-1} | optimizer.lr_mult | cannot be
+optimizer.lr_mult=2 | optimizer.lr_mult | cannot be 2
 freeze=all-but-head unfreeze_at=2ep
 freeze=[stem@2ep,stages.?.*,'*.bn[12]'] unfreeze_at=100
 init=[kaiming,zero_gamma,prior_bias]

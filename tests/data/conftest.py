@@ -1,4 +1,4 @@
-"""An object store with shards, images with objects, and a handler of signals."""
+"""An object store with shards, images with objects, a handler of signals, and numbers of threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import drawn_objects
 import pytest
+import torch
 from extras import needs
 from s3_server import Store, s3_store, upload
 from tar_files import cls, samples, write_tar
@@ -69,6 +70,14 @@ def handled() -> Iterator[list[int]]:
     before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     yield received
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads of torch for this test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from runner.data.sample_rng import beta
 from runner.data.sources.digits import digits
 from runner.data.sources.image_io import Decoding
 from runner.data.sources.synthetic import synthetic
@@ -16,6 +18,7 @@ from runner.data.transforms.color_jitter import ColorJitter
 from runner.data.transforms.growing import GrowingSize
 from runner.data.transforms.mixing import CutMix, Mixup, OneOf
 
+ALPHAS = (0.0, -1.0, 1e-4, 1e7, math.nan)
 DIFFERENT = "two or more different digits from 0 to 9"
 
 
@@ -57,10 +60,11 @@ DIFFERENT = "two or more different digits from 0 to 9"
         (synthetic, {"channels": 0}, "channels"),
         (synthetic, {"classes": 0}, "classes"),
         (synthetic, {"noise": -0.1}, "noise"),
-        (synthetic, {"noise": float("nan")}, "noise"),
+        (synthetic, {"noise": math.nan}, "noise"),
         (synthetic, {"kind": "ranking"}, "kind"),
         (synthetic, {"samples": 10**12}, "samples"),
         (synthetic, {"image_size": 4000}, "image_size"),
+        *((beta, {"alpha": alpha}, "alpha must be from 0.001 to 1000000") for alpha in ALPHAS),
         *((digits, {"classes": classes}, DIFFERENT) for classes in ([], [3], [1, 1], [3, 10], [-1, 2])),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

@@ -97,14 +97,10 @@ def test_images_are_a_function_of_the_arguments_alone(kind):
     assert not torch.equal(first["train"].images, other["train"].images)
 
 
-def test_the_number_of_threads_does_not_change_it():
-    threads = torch.get_num_threads()
+def test_the_number_of_threads_does_not_change_it(threads):
     one = synthetic(300, 32, kind="regression")["train"]
-    try:
-        torch.set_num_threads(1 if threads > 1 else 2)
-        other = synthetic(300, 32, kind="regression")["train"]
-    finally:
-        torch.set_num_threads(threads)
+    threads(1 if torch.get_num_threads() > 1 else 2)
+    other = synthetic(300, 32, kind="regression")["train"]
     assert torch.equal(one.images, other.images)
     assert torch.equal(one.targets, other.targets)
 

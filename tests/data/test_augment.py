@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from scripted_draws import Scripted
+from scripted_draws import Scripted, draws
+from small_loaders import CPU
 from torch import Tensor
 from torch.nn import functional as F
 from torchvision.transforms.v2 import functional as reference
@@ -27,26 +28,29 @@ from runner.data.transforms.color_jitter import ColorJitter
 from runner.data.transforms.growing import GrowingSize
 from runner.data.transforms.resized_crop import RandomResizedCrop
 
-CPU = torch.device("cpu")
-
 
 def pictures(count: int, channels: int = 3, height: int = 8, width: int = 6, low: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return torch.randint(low, 256, (count, channels, height, width), generator=generator, dtype=torch.uint8)
 
 
-def draws(count: int, epoch: int = 0) -> SampleRNG:
-    return SampleRNG(11, epoch, torch.arange(count) * 3)
+PICTURES, POINTS = pictures(50), pictures(50, 1, 1, 1)
+NOTHING = (RandomShift(0), RandomFlip(0), RandomBrightnessContrast(0, 0), RandomErasing(0), ColorJitter(0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(
-    "transform",
-    [RandomShift(0), RandomFlip(0), RandomBrightnessContrast(0, 0), RandomErasing(0), ColorJitter(0, 0, 0, 0)],
-    ids=lambda transform: type(transform).__name__,
+    ("transform", "images", "expected"),
+    [
+        *((transform, PICTURES, PICTURES) for transform in NOTHING),
+        (RandomShift(0.5, "reflect"), POINTS, POINTS),  # there is nothing to reflect
+        *((RandomFlip(1, alternate), PICTURES, PICTURES.flip(-1)) for alternate in (False, True)),
+    ],
+    ids=lambda value: "" if isinstance(value, Tensor) else type(value).__name__,
 )
-def test_a_chance_or_strength_of_zero_changes_nothing(transform: Callable[[Tensor, SampleRNG], Tensor]) -> None:
-    images = pictures(32)
-    assert torch.equal(transform(images, draws(32)), images)
+def test_a_chance_or_strength_of_zero_changes_nothing_and_a_flip_with_certainty_everything(
+    transform: Callable[[Tensor, SampleRNG], Tensor], images: Tensor, expected: Tensor
+) -> None:
+    assert torch.equal(transform(images, draws(50)), expected)
 
 
 @pytest.mark.parametrize(("height", "width", "share"), [(6, 5, 0.4), (12, 2, 0.01), (3, 9, 0.5)])
@@ -61,11 +65,6 @@ def test_a_shift_moves_by_no_more_than_its_share_and_what_comes_in_is_what_torch
     fits = (windows == out[:, :, None]).all(dim=(1, 3, 4))
     assert fits.any(1).all()
     assert (fits.sum(0) > 0).all(), "some shifts never occur"
-
-
-def test_a_single_row_is_not_moved_where_there_is_nothing_to_reflect() -> None:
-    images = pictures(50, 1, 1, 1)
-    assert torch.equal(RandomShift(0.5, "reflect")(images, draws(50)), images)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.float32, torch.float64])
@@ -101,27 +100,19 @@ def test_flips_happen_as_often_as_asked_and_mirror_left_to_right(p: float) -> No
     assert abs(float((flipped & ~same).float().mean()) - p) < 0.03
 
 
-@pytest.mark.parametrize("alternate", [False, True])
-def test_flips_with_certainty_flip_everything(alternate: bool) -> None:
-    images = pictures(50)
-    assert torch.equal(RandomFlip(1, alternate)(images, draws(50)), images.flip(-1))
-
-
-def mirrored(p: float, epochs: int, samples: int) -> Tensor:
+def mirrored(p: float, epochs: int, samples: int, seed: int = 11) -> Tensor:
     """Whether each sample is mirrored in each epoch, (epochs, samples)."""
     images = torch.arange(2, dtype=torch.uint8).expand(samples, 1, 1, 2)
     flip = RandomFlip(p, alternate=True)
-    return torch.stack([flip(images, draws(samples, epoch))[:, 0, 0, 0] == 1 for epoch in range(epochs)])
+    return torch.stack([flip(images, draws(samples, epoch, seed))[:, 0, 0, 0] == 1 for epoch in range(epochs)])
 
 
 def test_an_alternating_flip_mirrors_each_image_in_every_other_epoch_by_a_parity_of_its_own() -> None:
     found = mirrored(0.5, 6, 4000)
     assert (found[1:] != found[:-1]).all()
     assert abs(float(found[0].float().mean()) - 0.5) < 0.03
-    other_seed = RandomFlip(0.5, alternate=True)(
-        torch.arange(2, dtype=torch.uint8).expand(4000, 1, 1, 2), SampleRNG(12, 0, torch.arange(4000) * 3)
-    )
-    assert abs(float((other_seed[:, 0, 0, 0] == found[0]).float().mean()) - 0.5) < 0.03
+    (other_seed,) = mirrored(0.5, 1, 4000, seed=12)
+    assert abs(float((other_seed == found[0]).float().mean()) - 0.5) < 0.03
 
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.3, 0.8])

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from scripted_draws import draws
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from runner.data.sample_rng import SampleRNG
 from runner.data.transforms import auto_augment
 from runner.data.transforms.auto_augment import RandAugment, TrivialAugment, changed
 
@@ -24,10 +24,6 @@ def pictures(count: int, channels: int = 3, size: int = 24) -> Tensor:
     smooth = torch.randn(count, channels, 4, 4, generator=generator)
     images = torch.nn.functional.interpolate(smooth, size=(size, size), mode="bilinear") * 50 + 110
     return images.clamp(0, 255).round().to(torch.uint8)
-
-
-def draws(count: int, epoch: int = 0) -> SampleRNG:
-    return SampleRNG(0, epoch, torch.arange(count))
 
 
 def sheared(image: Tensor, shear: list[float]) -> Tensor:

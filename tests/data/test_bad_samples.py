@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import small_loaders
 import torch
 from extended import some
 from PIL import Image
+from plain_data import noise_image
 from read_splits import read_splits
-from small_loaders import Listed, same
-from torch import Tensor
+from small_loaders import CPU, Listed, noisy, same
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data, Split
@@ -28,7 +27,6 @@ from runner.data.samples import SeededDataset
 from runner.data.sources.folders import image_folder
 from runner.data.workers import WorkerLoader
 
-CPU = torch.device("cpu")
 PART = torch.arange(40)[torch.arange(40) % 5 != 0]  # 32 samples: four batches
 BROKEN = {1, 7, 8, 23, 38}
 
@@ -43,10 +41,6 @@ class Damaged(Listed):
     def __getitem__(self, index: int) -> Any:
         torch.rand(3)  # reading may draw before it fails
         return super().__getitem__(index)
-
-
-def noisy(image: Tensor) -> Tensor:
-    return image.float() + torch.rand(image.shape)
 
 
 def loader(broken: set[int] = BROKEN, found: list[BadSample] | None = None, **options: Any) -> WorkerLoader:
@@ -107,8 +101,8 @@ def test_who_stands_in_depends_on_seed_epoch_and_sample_and_is_drawn_evenly() ->
 def test_what_happens_to_a_replacement_is_drawn_as_for_the_sample() -> None:
     damaged, whole = (read(loader(broken, transforms=(noisy,))) for broken in (BROKEN, set[int]()))
     for batch, expected in zip(damaged, whole, strict=True):
-        noise, expected_noise = (each.images - each.targets.view(-1, 1, 1, 1) for each in (batch, expected))
-        assert torch.allclose(noise, expected_noise, atol=1e-5)
+        noise, expected_noise = (each.images - each.targets.view(-1, 1, 1, 1) / 255 for each in (batch, expected))
+        assert torch.allclose(noise, expected_noise, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +140,7 @@ def test_from_memory_the_same_samples_are_replacements() -> None:
 def folder(tmp_path: Path) -> Path:
     """Forty images of two classes, four of which are damaged."""
     for number in range(40):
-        path = tmp_path / "images" / "ab"[number % 2] / f"{number:02}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noise = np.random.default_rng(number).integers(0, 256, (6, 6, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(path)
+        noise_image(tmp_path / "images" / "ab"[number % 2] / f"{number:02}.png", 6, 6, number)
     damage(tmp_path / "images", "a/00.png", "a/10.png", "b/07.png", "b/39.png")
     return tmp_path / "images"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,12 +79,9 @@ FIELDS = ("data.images=[]", "transform=none", "loss=none")
 TRAIN = ("logger=none", "log.progress=false", "model=mlp", "evaluate.test=false")
 
 
-@pytest.fixture
-def package(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (workdir / "chosen.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(workdir))
-    monkeypatch.setenv("RUNNER_TRUST", "chosen")
-    return workdir
+@pytest.fixture(autouse=True)
+def _chosen(own_module: Any) -> None:
+    own_module("chosen", MODULE)
 
 
 def batches_of(data: Any, epoch: int = 0) -> list[Any]:
@@ -96,7 +92,7 @@ def batches_of(data: Any, epoch: int = 0) -> list[Any]:
 PK = SAMPLER % ("pk", ", classes: 4")
 
 
-def test_each_batch_has_the_chosen_samples(package: Path, compose: Any) -> None:
+def test_each_batch_has_the_chosen_samples(compose: Any) -> None:
     data = read_words(compose, PK, "data.batch_size=16")
     batches = batches_of(data)
     assert len(batches) == len(data.parts["train"][1]) // 16
@@ -122,14 +118,14 @@ def test_repeated_augmentation_draws_each_sample_several_times_in_a_row(compose:
     assert not torch.equal(drawn, torch.cat([batch.indices for batch in batches_of(data, epoch=1)]))
 
 
-def test_samples_of_any_kind_are_chosen_too(package: Path, compose: Any) -> None:
+def test_samples_of_any_kind_are_chosen_too(compose: Any) -> None:
     words = (*FIELDS, "data.dataset._target_=chosen.Vectors", "data.split.val=0.5")
     (batch,) = batches_of(read_words(compose, *words, SAMPLER % ("first_ones", ", samples: 7")))
     assert batch.data[:, 0].long().tolist() == batch.indices.tolist()
     assert len(batch.indices) == 7
 
 
-def test_a_sample_that_cannot_be_read_is_replaced_alike_by_any_workers(package: Path, compose: Any) -> None:
+def test_a_sample_that_cannot_be_read_is_replaced_alike_by_any_workers(compose: Any) -> None:
     words = (*FIELDS, "data.dataset._target_=chosen.Broken", "data.on_error=skip", "data.max_skipped=1")
     data = []
     for workers in (0, 2):
@@ -141,7 +137,7 @@ def test_a_sample_that_cannot_be_read_is_replaced_alike_by_any_workers(package: 
     assert data[0].min() >= 3
 
 
-def test_a_function_that_seeds_the_generators_leaves_no_trace(package: Path, compose: Any) -> None:
+def test_a_function_that_seeds_the_generators_leaves_no_trace(compose: Any) -> None:
     data, before = read_words(compose, SAMPLER % ("seeding", "")), torch.get_rng_state()
     batches_of(data)
     assert torch.equal(before, torch.get_rng_state())
@@ -161,7 +157,7 @@ def test_a_function_that_seeds_the_generators_leaves_no_trace(package: Path, com
         (("data.batch_sampler={_target_: chosen.Vectors}",), "cannot be called"),
     ],
 )
-def test_bad_functions_are_refused(package: Path, rejected: Any, words: tuple[str, ...], reason: str) -> None:
+def test_bad_functions_are_refused(rejected: Any, words: tuple[str, ...], reason: str) -> None:
     result = rejected("train", *TRAIN, *words)
     assert "data.batch_sampler" in result.err
     assert reason in result.err

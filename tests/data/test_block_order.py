@@ -225,9 +225,14 @@ def test_inside_an_epoch_a_run_refuses_another_window_and_other_shards(root: Pat
         ),
         (("data.shuffle=blocks", "data.shuffle_window=0"), "data.shuffle_window", "cannot be 0"),
         (("data.shuffle=block",), "data.shuffle", "did you mean 'blocks'"),
+        (("data.shuffle=false", "data.sampler=balanced"), "data.shuffle", "is false, but data.sampler=balanced draws"),
+        (("data.sampler=balanced", "task=regression", "loss=mse"), "data.sampler", "and task=regression has none"),
+        (("data.sampler=weighted",), "data.sampler", "cannot be weighted"),
     ],
 )
-def test_what_it_cannot_be_combined_with(rejected: Any, words: tuple[str, ...], key: str, reason: str) -> None:
+def test_orders_that_exclude_each_other_are_refused(
+    rejected: Any, words: tuple[str, ...], key: str, reason: str
+) -> None:
     result = rejected("train", *words, "logger=none", "log.progress=false")
     assert f"{key}: " in result.err
     assert reason in result.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import forked
 import numpy as np
@@ -30,9 +32,9 @@ from runner.data.sources.arrays import CachedImages
 
 
 class Made(Dataset[Any]):
-    """Images out of nothing; counts how often it is read, and calls a function before."""
+    """Images out of nothing; counts how often it is read, and calls a function before, which may give the image."""
 
-    def __init__(self, samples: int = 150, before: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(self, samples: int = 150, before: Callable[[int], Tensor | None] = lambda index: None) -> None:
         self.samples, self.before, self.read = samples, before, 0
 
     def __len__(self) -> int:
@@ -40,8 +42,8 @@ class Made(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         self.read += 1
-        self.before(index)
-        return torch.arange(index, index + 48, dtype=torch.int64).to(torch.uint8).view(3, 4, 4), index % 5
+        image = torch.arange(index, index + 48, dtype=torch.int64).to(torch.uint8).view(3, 4, 4)
+        return image if (given := self.before(index)) is None else given, index % 5
 
 
 def cache(folder: Path, **recipe: Any) -> Cache:
@@ -208,13 +210,6 @@ def test_an_image_that_the_data_set_gives_differently_rebuilds_it(tmp_path: Path
 ITEM = (torch.zeros(1, 4, 4, dtype=torch.uint8), 0)
 
 
-class Drawn(Made):
-    """Another image at each reading."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        return torch.randint(0, 256, (1, 4, 4), dtype=torch.uint8), 0
-
-
 def gone(index: int) -> None:
     if index == 100:
         raise FileNotFoundError("no such picture")
@@ -227,7 +222,7 @@ def gone(index: int) -> None:
         (Listed([ITEM, (torch.zeros(1, 4, 5, dtype=torch.uint8), 0)]), r"different shapes.*\n.*data\.image_size"),
         (Listed([(ITEM[0], 1j)] * 3), r"data.cache: 'disk' keeps targets that are real numbers"),
         (Listed([(torch.zeros(1, 4, 4), 0)] * 3), r"data.cache: 'disk' keeps uint8 images, and this data set gives float32"),
-        (Drawn(), "one random version of each image"),
+        (Made(before=lambda index: torch.randint(0, 256, (1, 4, 4), dtype=torch.uint8)), "one random version of each image"),
         (Listed([(torch.zeros(3, 200, 200, dtype=torch.uint8), 0)] * 9000),
          r"9,000 images of uint8 3x200x200 need 1\.01 GiB, and .* has 0\.00 GiB free\n.*data.cache_dir on another disk"),
         (Listed([(torch.zeros(3, 100, 100, dtype=torch.uint8), 0)] * 100), r"data.cache_dir: cannot write .*: File too large"),
@@ -289,11 +284,9 @@ def test_a_process_killed_at_work_leaves_nothing_that_is_read(tmp_path: Path) ->
 def test_of_two_at_once_one_makes_it_and_the_other_waits_or_without_locks_makes_it_too(
     locks: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unsupported(lock: int, how: int) -> None:
-        raise OSError(preparation.errno.ENOLCK, "No locks available")
-
     if not locks:
-        monkeypatch.setattr(preparation.fcntl, "flock", unsupported)
+        unsupported = OSError(errno.ENOLCK, "No locks available")
+        monkeypatch.setattr(preparation.fcntl, "flock", Mock(side_effect=unsupported))
     dataset = Made(before=lambda index: time.sleep(0.002))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda _: opened(tmp_path, dataset), range(2)))

@@ -8,11 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from extended import some
 from PIL import Image
+from plain_data import noise_image
 from read_splits import read_splits
 from small_loaders import same
 
@@ -26,12 +26,9 @@ from runner.data.workers import WorkerLoader
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    generator = np.random.default_rng(0)
     for number in range(24):
         folder = tmp_path / "photos" / ("train" if number < 18 else "test") / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = generator.integers(0, 256, (20 + number, 30, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+        noise_image(folder / f"{number}.jpg", 30, 20 + number, number)
     return tmp_path / "photos"
 
 

@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drawn_objects import read_coco
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from small_loaders import joined, read, same, small_loader
 
+from runner.base.errors import UserError
 from runner.data.loaders import Batch
 from runner.data.sample_rng import seed_generators
+from runner.data.samples import SeededDataset
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_image
@@ -115,6 +118,12 @@ def test_a_large_photograph_is_decoded_at_a_fraction_and_looks_alike(
         part = whole[:, top : top + rows, left : left + columns][None].float()
         exact = torch.nn.functional.interpolate(part, (64, 64), mode="bilinear", antialias=True)[0]
         assert (reduced.float() - exact).abs().mean() < 2.5
+
+
+def test_a_crop_is_refused_where_it_would_leave_the_boxes(drawn: Path) -> None:
+    reader = SeededDataset(read_coco(drawn)["train"], 0, [RandomResizedCrop(16)], pairs=False)
+    with pytest.raises(UserError, match=r"transform\.sample_train, transform\.sample_eval: cannot take sample 1"):
+        reader[0, 1]
 
 
 def test_crops_are_the_same_for_any_workers_and_any_start_and_others_in_another_epoch(folder: ImageFolder) -> None:

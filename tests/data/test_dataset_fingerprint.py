@@ -6,10 +6,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from plain_data import noise_image
 from read_splits import read_splits
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -28,9 +27,10 @@ ARRAYS = synthetic(samples=40, image_size=6)["train"]
 class Counted(Dataset[Any]):
     """A data set that notes what is read of it."""
 
-    def __init__(self, length: int = 10**9, changes: bool = False) -> None:
+    def __init__(self, length: int = 10**9, changes: bool = False, **attributes: Any) -> None:
         self.length, self.changes = length, changes
         self.read: list[int] = []
+        vars(self).update(attributes)
 
     def __len__(self) -> int:
         return self.length
@@ -45,14 +45,6 @@ class Counted(Dataset[Any]):
 def of(dataset: Any, indices: Indices | None = None) -> dict[str, Any]:
     part = dataset, AllSamples(len(dataset)) if indices is None else indices
     return fingerprint_data({"train": part}, {"train": dataset})
-
-
-class Labelled(Counted):
-    """The same with targets that can be seen without reading."""
-
-    def __init__(self, targets: list[float]) -> None:
-        super().__init__(len(targets))
-        self.targets = targets
 
 
 def test_the_same_data_are_known_again_and_others_are_not() -> None:
@@ -75,22 +67,20 @@ def test_every_sample_counts_where_there_are_few() -> None:
 @pytest.mark.parametrize("place", [0, 1, 517, 999])
 def test_all_targets_count_though_few_samples_are_read(place: int) -> None:
     targets = [index % 7 for index in range(1000)]
-    before = Labelled(list(targets))
+    before = Counted(1000, targets=list(targets))
     expected = of(before)
     assert len(before.read) == 16
     targets[place] += 1
-    clauses = data_changes(expected, of(Labelled(targets)), lambda: of(Labelled(targets)))
+    changed = Counted(1000, targets=targets)
+    clauses = data_changes(expected, of(changed), lambda: of(changed))
     assert clauses == ["'train' has other targets"]
     half = torch.arange(0, 1000, 2)
-    assert (of(Labelled(targets), half) == of(before, half)) == (place % 2 == 1), "those of the split alone"
+    assert (of(changed, half) == of(before, half)) == (place % 2 == 1), "those of the split alone"
 
 
 def folder(root: Path) -> Path:
     for number in range(60):
-        path = root / "ab"[number % 2] / f"{number:02}.bmp"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (4, 4 + number % 3, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(path)
+        noise_image(root / "ab"[number % 2] / f"{number:02}.bmp", 4 + number % 3, 4, number)
     return root
 
 

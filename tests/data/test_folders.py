@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -10,27 +9,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from plain_data import plain_image
 
 from runner.base.errors import UserError
-from runner.config.schema.sections import Data
-from runner.data.loaders import BatchPlan
-from runner.data.samples import SeededDataset
 from runner.data.sources import listing
 from runner.data.sources.folders import ImageFolder, image_folder
 from runner.data.sources.listing import folders_below, list_classes
-from runner.data.workers import WorkerLoader
-
-
-def _save(path: Path, color=(10, 20, 30), size=(6, 4), mode="RGB", **options) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new(mode, size, color).save(path, **options)
-    return path
-
 
 RUN = (
     "data=image_folder", "data.image_size=8", "data.num_workers=0", "data.batch_size=4", "model=mlp", "model.hidden=[4]",
@@ -43,7 +33,7 @@ def root(tmp_path):
     for split in ("train", "test"):
         for name in ("dog", "cat"):
             for index in range(3):
-                _save(tmp_path / split / name / f"{index}.png", (index, 0, 0))
+                plain_image(tmp_path / split / name / f"{index}.png", (index, 0, 0))
     return tmp_path
 
 
@@ -72,12 +62,12 @@ def test_a_folder_of_classes_alone_is_the_training_split_and_others_may_have_any
 def test_photos_of_any_readable_type_are_listed_others_are_counted_and_thumbnails_skipped(root, run, workdir):
     names = ("a.jfif", "b.JPE", "c.avif", "d.heic", "e.CR2", "@eaDir/0.png/t.jpg", "__MACOSX/f.png", ".hidden/g.png")
     (root / "train/cat/notes.txt").write_text("no image")
-    _save(root / "train/cat/deep/er/B.JPG")
-    _save(root / "train/cat/.hidden.png")
+    plain_image(root / "train/cat/deep/er/B.JPG")
+    plain_image(root / "train/cat/.hidden.png")
     for name in names:
-        path = _save(root / "train" / "cat" / name, format="AVIF" if name == "c.avif" else "JPEG")
-        _save(root / "@eaDir" / path.name, format="JPEG")
-        _save(root / "train" / "@eaDir" / path.name, format="JPEG")
+        path = plain_image(root / "train" / "cat" / name, format="AVIF" if name == "c.avif" else "JPEG")
+        plain_image(root / "@eaDir" / path.name, format="JPEG")
+        plain_image(root / "train" / "@eaDir" / path.name, format="JPEG")
     for name in names[3:5]:
         (root / "train" / "cat" / name).write_bytes(b"another type")
     made = image_folder(str(root))["train"]
@@ -103,7 +93,7 @@ def test_classes_whose_names_are_not_utf8_are_evaluated(root, run, workdir):
 
 def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    _save(elsewhere / "more/z.png")
+    plain_image(elsewhere / "more/z.png")
     cat = root / "train/cat"
     (cat / "more").symlink_to(elsewhere / "more")
     (cat / "again").symlink_to(elsewhere / "more")
@@ -116,7 +106,7 @@ def test_links_are_followed_but_loops_add_nothing(root, tmp_path_factory):
 
 def test_odd_file_names_survive_and_indices_count_from_the_end_and_stop_there(root):
     name = "ü ñ\n%s.png"
-    _save(root / "train/cat" / name)
+    plain_image(root / "train/cat" / name)
     train = image_folder(str(root))["train"]
     assert train.paths[3].name == name
     assert train[3][0].shape == (3, 4, 6)
@@ -146,14 +136,6 @@ def test_folders_that_cannot_be_a_data_set_are_reported(root, made, opened, mess
         (root / folder).mkdir(parents=True)
     with pytest.raises(UserError, match=message):
         image_folder(str(root / opened))
-
-
-def test_the_message_survives_a_loader_worker(root):
-    (root / "train/cat/1.png").write_bytes(b"broken")
-    reader = SeededDataset(image_folder(str(root))["train"], 0)
-    loader = WorkerLoader(reader, BatchPlan(torch.arange(6), 3), torch.device("cpu"), Data(dataset={}), workers=1)
-    with contextlib.closing(loader), pytest.raises(UserError, match=r"^cannot read the image .*1\.png"):
-        list(loader.batches(0, 0, 2))
 
 
 def test_a_pickled_data_set_reads_the_same_images_without_random_numbers(root):
@@ -198,7 +180,7 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
     for split, count in (("train", 10), ("val", 4)):
         for color, name in enumerate(("cat", "dog")):
             for number in range(count):
-                _save(workdir / "images" / split / name / f"{number}.png", (color * 200, number, 0), (8, 8))
+                plain_image(workdir / "images" / split / name / f"{number}.png", (color * 200, number, 0), (8, 8))
     result = accepted("train", *RUN, "data.root=images", "hydra.run.dir=mine")
     assert "images (image_folder), 3x8x8, 2 classes, 20 train, 8 val\n" in result.out
     assert "not tested: there is no test split" in result.out
@@ -221,7 +203,7 @@ def many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for split in ("train", "val"):
         for name in ("cat", "dog"):
             for index in range(2):
-                _save(tmp_path / "images" / split / name / f"{index}.png")
+                plain_image(tmp_path / "images" / split / name / f"{index}.png")
     time.sleep(0.05)  # an index is made of folders that have been left alone for a while
     return tmp_path / "images"
 
@@ -240,17 +222,14 @@ def listed(many: Path, **settings: Any) -> dict[str, list[Path]]:
 @pytest.fixture
 def unread(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """From now on, listing a folder of images is an error."""
-
-    def refuse(folder: Path, times: Any) -> None:
-        raise AssertionError(f"{folder} is listed again")
-
+    refuse = Mock(side_effect=AssertionError("a folder is listed again"))
     return lambda: monkeypatch.setattr(listing, "folders_below", refuse)
 
 
 def test_the_order_is_that_of_sorted_paths_also_with_nested_folders(tmp_path: Path) -> None:
     images = [tmp_path / "class" / name for name in ("b/1.png", "b-c/1.png", "b.png", "a/z/1.PNG", "a/0.png", "ab.jpg")]
     for path in (*images, tmp_path / "class" / ".hidden.png"):
-        _save(path)
+        plain_image(path)
     (tmp_path / "class" / "x.txt").write_text("")
     times: listing.Times = {}
     files, classes = list_classes(tmp_path, ["class"], times)
@@ -282,11 +261,11 @@ def test_a_second_start_lists_no_folder_and_gets_the_same(
 @pytest.mark.parametrize(
     "change",
     [
-        lambda many: _save(many / "train" / "cat" / "7.png"),
+        lambda many: plain_image(many / "train" / "cat" / "7.png"),
         lambda many: (many / "val" / "dog" / "1.png").unlink(),
         lambda many: (many / "train" / "dog" / "1.png").rename(many / "train" / "dog" / "9.png"),
-        lambda many: _save(many / "train" / "cat" / "deeper" / "1.png"),
-        lambda many: [_save(many / split / "eel" / "1.png") for split in ("train", "val")],
+        lambda many: plain_image(many / "train" / "cat" / "deeper" / "1.png"),
+        lambda many: [plain_image(many / split / "eel" / "1.png") for split in ("train", "val")],
     ],
     ids=["added", "removed", "renamed", "nested", "class"],
 )
@@ -305,7 +284,7 @@ def test_a_file_that_comes_while_the_others_are_listed_is_seen_by_the_next_start
 ) -> None:
     def slow(folder: Path, times: Any = None) -> Any:
         yield from folders_below(folder, times)
-        _save(many / "train" / "cat" / "late.png")
+        plain_image(many / "train" / "cat" / "late.png")
 
     monkeypatch.setattr(listing, "folders_below", slow)
     monkeypatch.setattr(listing, "_SETTLED_S", -60.0)  # as if the clock of the file system were late
@@ -316,7 +295,7 @@ def test_a_file_that_comes_while_the_others_are_listed_is_seen_by_the_next_start
 
 def test_a_file_that_was_overwritten_is_not_read(many: Path) -> None:
     opened(many)
-    _save(many / "train" / "cat" / "1.png", size=(60, 40))
+    plain_image(many / "train" / "cat" / "1.png", size=(60, 40))
     dataset = opened(many)["train"]
     dataset[0]
     with pytest.raises(UserError, match=r"cat/1\.png has another size than when the files were listed") as caught:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -110,10 +111,8 @@ def test_a_label_that_is_no_class_and_an_image_that_cannot_be_decoded_are_named_
 def test_without_a_network_or_the_permission_to_fetch_it_is_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("Couldn't reach 'some/name' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    refusal = ConnectionError("Couldn't reach 'some/name' on the Hub")
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=refusal))
     with pytest.raises(UserError, match=r"does not exist, and data\.download=false"):
         hugging_face(str(tmp_path), path="some/name")
     with pytest.raises(UserError, match=r"'some/name' from the Hub: Couldn't reach.*\n.*save_to_disk"):

@@ -14,6 +14,8 @@ from extras import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
+from plain_data import noise_image
+from small_loaders import CPU
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
@@ -25,7 +27,6 @@ from runner.data.sources.image_io import Decoding, read_image
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.crops import RandomResizedCrop
 
-CPU = torch.device("cpu")
 FOLDER = {"_target_": "runner.data.sources.folders.image_folder"}
 
 
@@ -226,12 +227,7 @@ def test_the_memory_of_an_image_is_bounded_by_its_pixels(tmp_path):
 
 
 def saved(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
-    paths = []
-    for number, (width, height) in enumerate(sizes):
-        pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
-        paths.append(folder / f"{number}.png")
-        Image.fromarray(pixels).save(paths[-1])
-    return paths
+    return [noise_image(folder / f"{number}.png", *size, number) for number, size in enumerate(sizes)]
 
 
 def read(

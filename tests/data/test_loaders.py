@@ -280,15 +280,11 @@ def counted(image: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_samples_are_computed_on_one_thread_wherever_they_are_read(workers: int) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        (batch,) = read(small_loader(workers, indices=torch.arange(4), transforms=(counted,)), stop=1)
-        assert batch.images.eq(1).all()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+def test_samples_are_computed_on_one_thread_wherever_they_are_read(workers: int, threads: Any) -> None:
+    threads(2)
+    (batch,) = read(small_loader(workers, indices=torch.arange(4), transforms=(counted,)), stop=1)
+    assert batch.images.eq(1).all()
+    assert torch.get_num_threads() == 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 import tracemalloc
-from typing import Any
 
 import numpy as np
 import pytest
@@ -231,15 +230,3 @@ def test_a_slice_is_known_without_the_rest_and_follows_the_seed() -> None:
     assert torch.equal(BalancedOrder(BALANCE, 5, 2).slice(40, 99), whole[40:])
     assert len(BalancedOrder(BALANCE, 5, 2).slice(50, 60)) == 0
     assert not torch.equal(BalancedOrder(BALANCE, 6, 2).slice(0, 45), whole)
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (("data.sampler=balanced", "data.shuffle=false"), "data.shuffle"),
-        (("data.sampler=balanced", "task=regression", "loss=mse"), "data.sampler"),
-        (("data.sampler=weighted",), "data.sampler"),
-    ],
-)
-def test_what_it_cannot_be_combined_with(problems: Any, words: tuple[str, ...], key: str) -> None:
-    assert key in problems(*words)

@@ -15,11 +15,11 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from drawn_objects import read_coco
+from drawn_objects import changed, read_coco
 from extended import some
 from extras import needs
 from PIL import Image
-from tar_files import Members, cls, encoded, members, packed_order, picture, samples, write_tar
+from tar_files import Members, cls, encoded, in_memory, members, packed_order, picture, samples, write_tar
 
 from runner.base.errors import DataFailed, UserError
 from runner.data.sources import shards as module
@@ -49,10 +49,9 @@ def drawn(workdir: Path) -> Path:
     """Images with objects, one of which is a crowd with a run-length encoding."""
     drawn_objects.draw(workdir / "drawn", "train", 7, 0)
     drawn_objects.draw(workdir / "drawn", "val", 5, 1)
-    said = json.loads((workdir / "drawn/train.json").read_text())
-    crowd = {"counts": [64, 320, 896], "size": [32, 40]}
-    said["annotations"][1] |= {"iscrowd": 1, "segmentation": crowd, "bbox": [2.25, 0, 9.5, 32]}
-    (workdir / "drawn/train.json").write_text(json.dumps(said))
+    encoding = {"counts": [64, 320, 896], "size": [32, 40]}
+    crowd = {"iscrowd": 1, "segmentation": encoding, "bbox": [2.25, 0, 9.5, 32]}
+    changed(workdir / "drawn/train.json", lambda it: it["annotations"][1].update(crowd))
     return workdir / "drawn"
 
 
@@ -73,13 +72,6 @@ def check_samples(packed: Any, source: Any, folder: Path) -> None:
             packed[split][len(order)]
 
 
-def uploaded(folder: Path) -> str:
-    """The URL of a copy of a folder in a store."""
-    for path in folder.rglob("*.*"):
-        fsspec.filesystem("memory").pipe(f"{folder}/{path.relative_to(folder)}", path.read_bytes())
-    return f"memory:/{folder}"
-
-
 def test_masks_are_those_of_the_folder_also_in_a_store(shapes: Path, accepted: Any, workdir: Path) -> None:
     accepted("pack", *MASKS, "data.dataset.values=[0,2,1]", "output=out", "shard_samples=4")
     source = segmentation_folder("shapes", values=[0, 2, 1])
@@ -87,7 +79,7 @@ def test_masks_are_those_of_the_folder_also_in_a_store(shapes: Path, accepted: A
     names = dict(members(*Path("out/train").glob("*.tar")))
     assert names["000000000.jpg"] == (shapes / "train/images/000.jpg").read_bytes()
     assert {"000000000.mask.png", "000000001.png", "000000001.mask.png"} < names.keys()
-    store = shards(uploaded(workdir / "out"), target="mask")
+    store = shards(in_memory(workdir / "out"), target="mask")
     check_samples(store, source, Path("out"))
     local = shards("out", target="mask")["train"]
     assert store["train"].fingerprint() == local.fingerprint()
@@ -109,7 +101,7 @@ def test_boxes_and_instance_masks_are_those_of_the_annotations(
 ) -> None:
     accepted("pack", *BOXES, f"data.dataset.masks={masks}", "output=out", "shard_samples=4")
     source = read_coco("drawn", masks=masks)
-    for root in ("out", uploaded(workdir / "out")):
+    for root in ("out", in_memory(workdir / "out")):
         check_samples(shards(root, target="boxes"), source, Path("out"))
     assert ("masks" in shards("out", target="boxes")["train"][0][1]) == masks
 
@@ -145,9 +137,8 @@ def test_larger_images_are_resized_with_their_polygons_and_run_lengths_are_refus
     words = ("pack", *BOXES, "data.dataset.masks=true", "max_side=20")
     assert "max_side: is set, and an outline is a run-length encoding" in rejected(*words, "output=none").err
     assert not [*Path("none").glob("[!.]*")]
-    said = json.loads((drawn / "train.json").read_text())
-    said["annotations"][1] |= {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
-    (drawn / "train.json").write_text(json.dumps(said))
+    outline = {"segmentation": [[4, 2, 8, 2, 8, 10, 4, 10]], "bbox": [4, 2, 4, 8]}
+    changed(drawn / "train.json", lambda it: it["annotations"][1].update(outline))
     accepted(*words, "output=out")
     packed, source = shards("out", target="boxes")["train"], read_coco("drawn", masks=True)["train"]
     for place, index in enumerate(packed_order("out/train")):
@@ -288,11 +279,9 @@ def test_a_pack_goes_on_only_with_the_same_targets(
 
 
 @pytest.fixture
-def trained(accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def trained(accepted: Any, own_module: Any) -> Callable[..., Any]:
     """Train with the words that `pack` printed, and others."""
-    (workdir / "drawn_nets.py").write_text("import torch\n" + drawn_masks.MODEL + drawn_objects.DETECTOR)
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("RUNNER_TRUST", "drawn_nets")
+    own_module("drawn_nets", "import torch\n" + drawn_masks.MODEL + drawn_objects.DETECTOR)
 
     def call(printed: str, *words: str) -> Any:
         found = shlex.split(printed.splitlines()[-2].partition("; ")[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -139,7 +140,10 @@ def test_an_index_beside_a_shard_is_used_until_the_size_of_the_shard_changes(
             assert torch.equal(found[13][0], before[13][0])
     put(every[1], write_tar(every[1], samples(range(30, 36), cls)).read_bytes())
     put(index_beside(every[0]).path, b"damaged")
+    read, real = list[Any](), module.index_of
+    monkeypatch.setattr(module, "index_of", lambda shard, *rest: read.append(shard) or real(shard, *rest))
     assert len(shards(root)["train"]) == 18
+    assert len(read) == 2, "the shard that has changed and that of the damaged index, of three"
 
 
 @pytest.mark.parametrize("case", ["column", "length", "outside", "shape", "pipe", "device"])
@@ -196,7 +200,7 @@ def test_a_file_that_is_no_whole_tar_is_named(
 ) -> None:
     path = folder / "train" / "000.tar"
     put(path, content(path.read_bytes()))
-    with pytest.raises(UserError, match=rf"cannot read the shard .*000\.tar: .*({reason})"):
+    with pytest.raises(UserError, match=rf"cannot read the shard {re.escape(root)}/.*000\.tar: .*({reason})"):
         shards(root)
 
 

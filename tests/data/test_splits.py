@@ -10,8 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from plain_data import Plain
+from plain_data import Plain, plain_image
 from torch.utils.data import Dataset, IterableDataset
 
 from runner.base.errors import UserError
@@ -304,16 +303,10 @@ def test_folds_that_cannot_be_are_reported(problems: Any, words: Any, key: str, 
     assert problems(*words)[key].message == message
 
 
-def images(folder: Path, names: list[str]) -> None:
-    for number, name in enumerate(names):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
-
-
 def test_a_pattern_tells_the_groups_of_image_files(tmp_path: Path):
     names = [f"{kind}/p{person:02d}_{shot}.png" for kind in ("cat", "dog") for person in range(12) for shot in range(3)]
-    images(tmp_path / "person9_root", names)
+    for name in names:
+        plain_image(tmp_path / "person9_root" / name)
     dataset = image_folder(str(tmp_path / "person9_root"))["train"]
     assert groups_of(dataset, r"p\d+")[:4] == ["p00", "p00", "p00", "p01"]
     assert groups_of(dataset, r"/p(\d+)_")[:4] == ["00", "00", "00", "01"]
@@ -342,8 +335,8 @@ def test_groups_that_are_in_two_splits_of_the_data_set_are_reported():
 
 def test_a_run_trains_on_its_fold_and_warns_of_leaks(train: Any, tmp_path: Path):
     names = [f"{kind}/p{person}_{shot}.png" for kind in ("cat", "dog") for person in range(6) for shot in range(2)]
-    images(tmp_path / "train", names)
-    images(tmp_path / "test", ["cat/p3_9.png", "dog/q7_9.png"])
+    for name in (*(f"train/{name}" for name in names), "test/cat/p3_9.png", "test/dog/q7_9.png"):
+        plain_image(tmp_path / name)
     small = ("data.image_size=8", "model=mlp", "model.hidden=[4]", "epochs=1", "transform=none", "data.num_workers=0")
     small += ("data.batch_size=8", f"data.root={tmp_path}")
     result = train(

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from PIL import Image
+from plain_data import plain_image
 
 from runner.base.errors import UserError
 from runner.data.sources.folders import ImageFolder
@@ -26,9 +26,8 @@ Write = Callable[..., Path]
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Write a table of six images, one per row of `columns`, as CSV or Parquet."""
-    (tmp_path / "pics").mkdir()
     for index in range(6):
-        Image.new("RGB", (6, 4), (index, 0, 0)).save(tmp_path / "pics" / f"{index}.png")
+        plain_image(tmp_path / "pics" / f"{index}.png", (index, 0, 0))
 
     def call(name: str = "labels.csv", **columns: Sequence[Any]) -> Path:
         table = {"image": [f"pics/{index}.png" for index in range(6)], **columns}

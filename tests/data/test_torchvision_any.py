@@ -124,13 +124,9 @@ def test_pairs_of_a_set_without_files_train(train: Callable[..., Any]) -> None:
     assert "accuracy" in result.summary["test"]
 
 
-def test_masks_train_through_the_program(
-    train: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_train_through_the_program(train: Callable[..., Any], workdir: Path, own_module: Any) -> None:
     pets(workdir)
-    (workdir / "drawn_nets.py").write_text(MODEL, encoding="utf-8")
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("RUNNER_TRUST", "drawn_nets")
+    own_module("drawn_nets", MODEL)
     words = ("data=torchvision", "data.root=.", "data.dataset.name=OxfordIIITPet", "+data.dataset.target_types=segmentation",
              "data.dataset.classes=[pet,ground]", "data.dataset.values=[1,2]", "data.images=['0']", "task=segmentation",
              "transform=segmentation", "data.image_size=24", "model=small_cnn", "~model.width", "~model.dropout",

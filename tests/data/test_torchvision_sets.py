@@ -319,9 +319,14 @@ def test_missing_files_are_named_with_the_folder_and_the_remedy_also_if_a_downlo
     ):
         with pytest.raises(UserError, match=reason) as caught:
             build(str(tmp_path), download)
-        for part in (str(folder), f": {first}", "not found there", source):
+        for part in (str(folder), f": {first} not found there", source):
             assert part in str(caught.value)
         assert "\n" not in caught.value.problems[0].message
+
+
+def test_all_files_of_a_set_are_named_if_there_is_no_folder(tmp_path):
+    with pytest.raises(UserError, match="raw: train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3"):
+        sets.fashion_mnist(str(tmp_path / "none"), False)
 
 
 def test_a_damaged_file_is_named_and_never_unpickled(tmp_path, monkeypatch):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from extended import some
 from read_splits import read_splits, read_words
-from small_loaders import read, same
+from small_loaders import CPU, read, same
 
 from runner.config.schema.sections import Data, Transform
+from runner.config.targets import build
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.sample_rng import SampleRNG
@@ -21,7 +22,6 @@ from runner.data.transforms.augment import Pipeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")]
 
-CPU = torch.device("cpu")
 TRAIN: dict[str, dict[str, Any]] = {
     "runner.data.transforms.augment.RandomShift": {"share": 0.3},
     "runner.data.transforms.augment.RandomFlip": {},
@@ -42,12 +42,12 @@ MIX: dict[str, dict[str, Any]] = {
         ]
     },
 }
-FURTHER = [
-    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": padding})
-    for padding in ("edge", "reflect")
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *TRAIN.items(),
+    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": "edge"}),
+    ("runner.data.transforms.augment.RandomShift", {"share": 0.3, "padding": "reflect"}),
+    ("runner.data.transforms.augment.RandomFlip", {"alternate": True}),
 ]
-FURTHER += [("runner.data.transforms.augment.RandomFlip", {"alternate": True})]
-CASES = [*TRAIN.items(), *FURTHER]
 cases = pytest.mark.parametrize(
     ("target", "arguments"), CASES, ids=[f"{target.rsplit('.')[-1]}-{words}" for target, words in CASES]
 )
@@ -57,8 +57,6 @@ GROWING = ("runner.data.transforms.growing.GrowingSize", {"smallest": 5, "begin"
 
 
 def built(target: str, arguments: dict[str, Any]) -> Any:
-    from runner.config.targets import build
-
     return build("transform.train.0", {"_target_": target, **arguments})
 
 
@@ -72,13 +70,6 @@ def test_no_transform_is_left_out() -> None:
         and name not in ("Pipeline", "Mixing", "_Policy")
     }
     assert there == {*TRAIN, *MIX}
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @cases

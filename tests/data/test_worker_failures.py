@@ -17,7 +17,7 @@ import torch
 from extended import some
 from small_loaders import small_loader
 from torch import Tensor
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.base.errors import DataFailed
@@ -134,6 +134,20 @@ def test_another_loader_works_on_after_a_death_in_the_first() -> None:
     with contextlib.closing(loader()) as made:
         for epoch in (0, 1):
             assert torch.cat([batch.targets for batch in made.batches(epoch, 0, 10)]).tolist() == list(range(80))
+
+
+def test_a_child_process_of_user_code_that_fails_is_no_worker() -> None:
+    with contextlib.closing(loader()) as made:
+        batches = made.batches(0, 0, 10)
+        next(batches)
+        assert subprocess.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], check=False).returncode == 3
+        assert len(list(batches)) == 9
+
+
+def test_a_custom_loader_before_ours_changes_nothing() -> None:
+    assert len(list(DataLoader(Numbered(), batch_size=8, num_workers=1))) == 10
+    with pytest.raises(DataFailed, match="SIGKILL"):
+        list(loader("SIGKILL").batches(0, 0, 10))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import pytest
 import rank_faults
 import rank_functions
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
 from rank_pool import RankPool
 

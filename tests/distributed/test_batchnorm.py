@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import batchnorm_ranks
 import pytest
+import rank_functions
 import torch
 from extended import some
 from torch import nn
@@ -17,11 +16,9 @@ from runner.distributed.batchnorm import GlobalBatchNorm, synchronize
 
 
 @pytest.mark.parametrize("ranks", some([2, 3], 1))
-def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(
-    on_ranks: Callable[..., list[Any]], ranks: int
-) -> None:
-    found = on_ranks(batchnorm_ranks.compared, ranks)
-    assert len(found[0]) == len(batchnorm_ranks.SHAPES) * 2
+def test_outputs_gradients_and_statistics_are_those_of_the_whole_batch(on_ranks: Any, ranks: int) -> None:
+    found = on_ranks(rank_functions.batchnorm, ranks)
+    assert len(found[0]) == len(rank_functions.SHAPES) * 2
     for case in found[0]:
         errors, buffers = zip(*(rank_found[case] for rank_found in found), strict=True)
         assert max(errors) < 1e-12, case
@@ -49,7 +46,7 @@ def test_a_layer_that_computes_more_than_batchnorm_is_refused() -> None:
         synchronize(nn.Sequential(Rectified(3)))
 
 
-def test_batches_that_leave_a_rank_one_value_are_refused_without_it(run: Callable[..., Any], pool: RankPool) -> None:
+def test_batches_that_leave_a_rank_one_value_are_refused_without_it(run: Any, pool: RankPool) -> None:
     words = ("data=digits", "data.batch_size=3", "model=resnet18_cifar", "model.width=4", "devices=2")
     with pool.installed():
         err = run("train", "threads=1", "logger=none", *words).err

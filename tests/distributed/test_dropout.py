@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def test_the_numbers_of_a_rank_follow_from_a_hash_that_no_version_of_python_chan
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", some(["ddp", "fsdp"], 1))
-def test_a_run_with_dropout_is_resumed_to_the_same_bits(train: Callable[..., Any], pool: Any, strategy: str) -> None:
+def test_a_run_with_dropout_is_resumed_to_the_same_bits(train: Any, pool: Any, strategy: str) -> None:
     words = (
         "data=synthetic", "data.dataset.samples=46", "data.image_size=8", "data.batch_size=10", "epochs=2", "device=cpu",
         "model=vit_tiny", "model.dim=12", "model.depth=2", "model.dropout=0.2", "model.drop_path=0.2", "accumulate=2",

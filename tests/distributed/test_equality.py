@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,9 +13,6 @@ from torch import nn
 
 from runner.optim.losses import CrossEntropy
 from runner.run.ranks import uneven_loss
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
 from scale_equality import CASES, COMMON, Runs
 
 # Epochs of 5 batches; the last one has a single sample, so ranks have to do without.
@@ -61,7 +56,7 @@ class OverWeights(nn.Module):
         return nn.functional.cross_entropy(logits, targets, weight=weight)
 
 
-def test_a_loss_that_is_no_mean_over_samples_is_named(compose: Callable[..., Any]) -> None:
+def test_a_loss_that_is_no_mean_over_samples_is_named(compose: Any) -> None:
     from runner.config.load import resolve_config
     from runner.config.schema import VERBS
     from runner.train import build_run

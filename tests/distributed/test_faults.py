@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def agent(here: Path) -> Agent:
     return Agent()
 
 
-def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], pool: RankPool) -> None:
+def test_a_rank_with_other_data_is_named(here: Path, run: Any, pool: RankPool) -> None:
     with pool.installed():
         result = run("train", *WORDS, "devices=2", "data.dataset._target_=rank_faults.data", "hydra.run.dir=run")
     assert result.status == 2
@@ -43,7 +42,7 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Callable[..., Any], po
 
 @pytest.mark.slow
 def test_ranks_replace_the_same_samples_as_one_process_and_count_them_once(
-    here: Path, train: Callable[..., Any], run: Callable[..., Any], pool: RankPool
+    here: Path, train: Any, run: Any, pool: RankPool
 ) -> None:
     words = (*WORDS, "epochs=1", "data.dataset._target_=rank_faults.unreadable", "data.on_error=skip", "dtype=float64")
     words = (*words, "max_steps=20", "data.normalize={mean: [0.5], std: [0.25]}")
@@ -60,7 +59,7 @@ def test_ranks_replace_the_same_samples_as_one_process_and_count_them_once(
 
 @pytest.mark.slow
 def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
-    workdir: Path, train: Callable[..., Any], pool: RankPool, monkeypatch: pytest.MonkeyPatch
+    workdir: Path, train: Any, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUNNER_TRUST", "kept_losses")
     mixing = "transform.mix={_target_: runner.data.transforms.mixing.Mixup}"  # batches are made of rows of all ranks
@@ -72,7 +71,7 @@ def test_under_fp16_a_loss_that_is_not_finite_on_one_rank_is_skipped_by_all(
 
 @pytest.mark.extended
 def test_a_signal_after_which_rank_0_saves_too_slowly_names_the_newest_checkpoint(
-    here: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    here: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("runner.launch.ranks._PATIENCE_S", 2)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))

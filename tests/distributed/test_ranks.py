@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -31,9 +30,7 @@ def losses(folder: Path) -> dict[tuple[str, int], float]:
     return {(record["split"], record["global_step"]): record["loss"] for record in records}
 
 
-def test_ranks_train_what_one_process_trains_also_as_a_job_of_a_sweep(
-    here: Path, train: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_ranks_train_what_one_process_trains_also_as_a_job_of_a_sweep(here: Path, train: Any, run: Any) -> None:
     words = (*WORDS, "model.dropout=0")
     one, three = train(*words), train(*words, "devices=3")
     assert len(losses(one.directory)) == 25, "22 steps, 2 evaluations and the test"
@@ -46,7 +43,7 @@ def test_ranks_train_what_one_process_trains_also_as_a_job_of_a_sweep(
     assert job["weights_sha256"] == three.summary["weights_sha256"]
 
 
-def test_an_error_of_a_rank_is_told_once_with_its_place(here: Path, run: Callable[..., Any]) -> None:
+def test_an_error_of_a_rank_is_told_once_with_its_place(here: Path, run: Any) -> None:
     result = run("train", *WORDS, "devices=2", FAULT, "hydra.run.dir=run")
     assert result.status == 1
     assert "error: rank 1: ValueError: a mistake of mine" in result.err
@@ -55,7 +52,7 @@ def test_an_error_of_a_rank_is_told_once_with_its_place(here: Path, run: Callabl
     assert json.loads((here / "run/summary.json").read_text())["error"] == "rank 1: ValueError: a mistake of mine"
 
 
-def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train: Callable[..., Any]) -> None:
+def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train: Any) -> None:
     fault = (FAULT, "+callbacks.mine.kill=true", "+callbacks.mine.step=20")
     whole = train(*WORDS, "devices=2", "hydra.run.dir=whole")
     again = train(*WORDS, "devices=2", *fault, "max_restarts=1", "hydra.run.dir=again")
@@ -66,7 +63,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(here: Path, train
 @pytest.mark.extended
 @pytest.mark.parametrize(("number", "size"), some([(signal.SIGTERM, 2), (signal.SIGKILL, 3)], 0, several=True))
 def test_the_launcher_leaves_no_rank_behind_and_the_run_resumes_to_the_same_bits(
-    here: Path, train: Callable[..., Any], number: signal.Signals, size: int
+    here: Path, train: Any, number: signal.Signals, size: int
 ) -> None:
     slow = "+callbacks.slow._target_=rank_faults.Slow"
     soon = "checkpoint.min_seconds=0"
@@ -118,7 +115,7 @@ def test_a_mistake_in_the_words_of_ranks_of_torchrun_is_said_once(here: Path) ->
 
 
 @pytest.mark.parametrize("word", ["sync_batchnorm=true", "strategy=fsdp"])
-def test_one_process_is_told_that_it_has_no_effect(train: Callable[..., Any], train_once: Any, word: str) -> None:
+def test_one_process_is_told_that_it_has_no_effect(train: Any, train_once: Any, word: str) -> None:
     words = ("max_steps=3", "evaluate.test=false")
     found = train(*words, word)
     assert f"{word} has no effect: one process trains" in found.out
@@ -145,6 +142,6 @@ FSDP = "devices=2 strategy=fsdp device=cpu"
         ("fsdp.reshard_after_forward=false", "fsdp.reshard_after_forward"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(problems: Callable[..., Any], words: str, key: str) -> None:
+def test_what_several_processes_cannot_do_is_refused(problems: Any, words: str, key: str) -> None:
     found = problems(*words.split())
     assert key in found if key else not found

@@ -25,7 +25,7 @@ SMALL = (
 MLP = ("model=mlp", "model.hidden=[16]")
 VIT = ("model=vit_tiny", "model.dim=12", "model.depth=2", "model.mlp_ratio=2")
 WINDOW = (*VIT, "accumulate=3", "grad_clip.norm=0.5", "ema=0.9")
-TIED = ("model=null", "+model._target_=tied.Tied", "trust=[tied,poison]", "ema=0.9", "grad_clip.norm=0.5")
+TIED = ("model=null", "+model._target_=rank_faults.Tied", "trust=[rank_faults,poison]", "ema=0.9", "grad_clip.norm=0.5")
 TWO = ("devices=2", "strategy=fsdp")
 NORMS = ("model=small_cnn", "model.width=4", "model.dropout=0", "sync_batchnorm=true", "grad_clip.value=0.01")
 PARTS = ("freeze=[blocks.0.*@3]", "grad_clip.agc=0.01", "activation_checkpointing=true", "swa=1")
@@ -62,9 +62,7 @@ def assert_same(run: Any, other: Any) -> None:
 @pytest.mark.extended
 @pytest.mark.slow
 @pytest.mark.parametrize("names", some([[*LAYOUTS][:3], [*LAYOUTS]], 0), ids=len)
-def test_accumulation_clipping_an_average_and_resuming_across_strategies(
-    runs: Callable[..., Any], names: list[str]
-) -> None:
+def test_accumulation_clipping_an_average_and_resuming_across_strategies(runs: Any, names: list[str]) -> None:
     whole = {name: runs(*WINDOW, *LAYOUTS[name]) for name in names}
     one = whole["1 process"]
     for other in whole.values():
@@ -79,10 +77,14 @@ def test_accumulation_clipping_an_average_and_resuming_across_strategies(
 
 
 @pytest.mark.slow
-def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Any, tmp_path: Path) -> None:
     held = {}
     for name in ("ddp, 2", "fsdp, 2"):
-        words = (f"+callbacks.held={{_target_:held.Held,folder:{tmp_path}}}", "trust=[held,poison]", "max_steps=1")
+        words = (
+            f"+callbacks.held={{_target_:rank_faults.Held,folder:{tmp_path}}}",
+            "trust=[rank_faults,poison]",
+            "max_steps=1",
+        )
         runs(*VIT, *LAYOUTS[name], *words, "optimizer=adamw")
         held[name] = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(2)]
     for rank in held["fsdp, 2"]:
@@ -103,14 +105,12 @@ def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Callable[...
     ),
     ids=["frozen, recomputed and gathered apart", "replicas", "sync_batchnorm"],
 )
-def test_divided_weights_train_as_whole_ones(
-    runs: Callable[..., Any], words: tuple[str, ...], ranks: tuple[str, ...]
-) -> None:
+def test_divided_weights_train_as_whole_ones(runs: Any, words: tuple[str, ...], ranks: tuple[str, ...]) -> None:
     assert_same(runs(*words, *ranks), runs(*words))
 
 
 @pytest.mark.slow
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[..., Any]) -> None:
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Any) -> None:
     words = (*MLP, "optimizer=adamw", "on_nonfinite=skip", "transform.train=[{_target_:poison.Poison,sample:3}]")
     one, two = runs(*words), runs(*words, *TWO)
     for run in (one, two):
@@ -123,7 +123,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs: Callable[
 
 @pytest.mark.slow
 @pytest.mark.extended
-def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> None:
+def test_tied_weights_of_one_block_and_of_several(runs: Any) -> None:
     one, two = runs(*TIED), runs(*TIED, *TWO)
     assert_same(two, one)
     assert "gathers blocks.0, blocks.1, blocks.2 with the parameters outside" in (two.directory / "run.log").read_text()
@@ -133,7 +133,7 @@ def test_tied_weights_of_one_block_and_of_several(runs: Callable[..., Any]) -> N
 
 
 @pytest.mark.slow
-def test_initial_weights_have_the_same_bits(runs: Callable[..., Any]) -> None:
+def test_initial_weights_have_the_same_bits(runs: Any) -> None:
     words = (*MLP, "optimizer.lr=1e-320", "optimizer.weight_decay=0", "max_steps=1", "dtype=float32")
     assert runs(*words, *TWO).summary["weights_sha256"] == runs(*words).summary["weights_sha256"]
 
@@ -141,7 +141,7 @@ def test_initial_weights_have_the_same_bits(runs: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("word", "key"), [("fsdp.replicas=3", "fsdp.replicas"), ("fsdp.blocks=[stages.*]", "fsdp.blocks")]
 )
-def test_what_does_not_fit_ranks_or_model_is_refused(run: Callable[..., Any], pool: Any, word: str, key: str) -> None:
+def test_what_does_not_fit_ranks_or_model_is_refused(run: Any, pool: Any, word: str, key: str) -> None:
     with pool.installed():
         found = run("train", *SMALL, *VIT, *TWO, "threads=1", "logger=none", word)
     assert found.status == 2

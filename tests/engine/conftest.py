@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waiting import Waits
 
 from runner.data.loaders import Batch, BatchPlan, MemoryLoader
 from runner.engine.evaluation import evaluate
@@ -106,22 +106,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Waits(TorchDispatchMode):
-    """Counts operations that make the host wait for the device."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func.overloadpacket).rpartition(".")[2]
-        if name in self.NAMES:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,21 +18,11 @@ from runner.engine.errors import BadMetric, Diverged
 from runner.engine.loop import Loop
 
 
-class FakeLoop:
-    """The part of a loop that `EarlyStopping` uses."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-
-    def request_stop(self, reason: str) -> None:
-        self.reason = reason
-
-
 def stops_at(callback: EarlyStopping, values: list[float]) -> int | None:
-    loop: Any = FakeLoop()
+    loop = Mock()
     for number, value in enumerate(values):
         callback.on_evaluation(loop, {"val/loss": value})
-        if loop.reason:
+        if loop.request_stop.called:
             return number
     return None
 
@@ -74,9 +65,9 @@ def test_an_interruption_anywhere_changes_nothing_about_when_it_stops(
 
 
 def test_a_metric_that_was_never_finite_is_named_as_the_reason_to_stop() -> None:
-    loop: Any = FakeLoop()
+    loop = Mock()
     EarlyStopping("val/loss", "min", 1).on_evaluation(loop, {"val/loss": float("nan")})
-    assert loop.reason == "val/loss was not finite in any of 1 evaluations"
+    loop.request_stop.assert_called_once_with("val/loss was not finite in any of 1 evaluations")
 
 
 def test_what_was_the_best_of_another_metric_is_not_the_best_of_this_one() -> None:

@@ -21,20 +21,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def finite(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, dict):
-        return all(finite(item) for item in value.values())
-    return True
-
-
 def all_finite(directory: Path) -> list[str]:
     paths = sorted((directory / "checkpoints").glob("*.safetensors"))
     for path in paths:
         contents = read(path)
-        assert finite(contents["model"]), path.name
-        assert finite(contents["optimizer"]), path.name
+        assert is_finite(contents["model"]), path.name
+        assert is_finite(contents["optimizer"]), path.name
     return [path.name for path in paths]
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -24,26 +25,17 @@ class Diary:
     def __init__(self, name: str = "", book: list[str] | None = None) -> None:
         self.name, self.book = name, [] if book is None else book
 
-    def _note(self, event: str, loop: Loop) -> None:
+    def _note(self, event: str, loop: Loop, metrics: Iterable[str] = ()) -> None:
+        assert list(metrics) == ["val/loss"] * (event == "evaluation")
         position = loop.state.position
         place = f"{position.global_step}:{position.epoch}.{position.batch}"
         self.book.append(" ".join(filter(None, [self.name, event, place])))
 
-    def on_start(self, loop: Loop) -> None:
-        self._note("start", loop)
-
-    def on_step(self, loop: Loop) -> None:
-        self._note("step", loop)
-
-    def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
-        assert set(metrics) == {"val/loss"}
-        self._note("evaluation", loop)
-
-    def on_boundary(self, loop: Loop) -> None:
-        self._note("boundary", loop)
-
-    def on_end(self, loop: Loop) -> None:
-        self._note("end", loop)
+    on_start = functools.partialmethod(_note, "start")
+    on_step = functools.partialmethod(_note, "step")
+    on_evaluation = functools.partialmethod(_note, "evaluation")
+    on_boundary = functools.partialmethod(_note, "boundary")
+    on_end = functools.partialmethod(_note, "end")
 
 
 def limits(**keys: Any) -> dict[str, Any]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from nested import equal
 from torch import Tensor, nn
 
 from runner.engine import nonfinite
@@ -70,10 +72,6 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
-
-
 class Seen:
     """Notes the weights after every step, and what was skipped."""
 
@@ -109,8 +107,8 @@ def test_no_weight_changes_from_the_first_such_step_on_until_somebody_looks(benc
         loop.run()
     before, *after = seen.weights[2:]
     assert len(seen.weights) == 6
-    assert all(same(before, later) for later in after)
-    assert not same(seen.weights[1], before)
+    assert all(equal(before, later) for later in after)
+    assert not equal(seen.weights[1], before)
     [(step, diagnosis)] = seen.skipped
     assert step == 4
     assert diagnosis.batch["images"].isnan().any()
@@ -123,13 +121,13 @@ def test_skip_leaves_out_the_step_alone(bench: Any, optimizer: Any) -> None:
     loop = loop_of(bench, "skip", optimizer, seen, Look(5))
     loop.run()
     assert [step for step, _ in seen.skipped] == [4]
-    assert same(seen.weights[2], seen.weights[3])
-    assert not same(seen.weights[3], seen.weights[4])
+    assert equal(seen.weights[2], seen.weights[3])
+    assert not equal(seen.weights[3], seen.weights[4])
     assert all(tensor.isfinite().all() for tensor in seen.weights[-1])
     # It is as if the batch had not been there: the same steps without it end with the same weights.
     other = without_the_step(loop_of(bench, "skip", optimizer, Look(5)))
     other.run()
-    assert same(weights(other.state.model), weights(loop.state.model))
+    assert equal(weights(other.state.model), weights(loop.state.model))
 
 
 def test_an_optimizer_that_has_to_be_asked_says_so(bench: Any) -> None:
@@ -172,7 +170,7 @@ def test_skip_puts_back_what_buffers_had_taken_in_and_how_many_batches(bench: An
         loop = loop_of(bench, "skip", FUSED, Look(100), build=build)
         (without_the_step(loop) if skipped else loop).run()
         ends.append(weights(loop.state.model))
-    assert same(*ends)
+    assert equal(*ends)
 
 
 def test_the_mean_loss_leaves_out_what_is_not_finite() -> None:
@@ -235,24 +233,14 @@ def test_the_module_is_named(bench: Any, inner: Any, named: str) -> None:
         model = nn.Sequential(nn.Linear(12, 8), nn.Sequential(inner()), nn.Linear(8, 3))
         nn.init.zeros_(model[0].weight)
         nn.init.zeros_(model[0].bias)
-        return Flat(model)
+        return nn.Sequential(OrderedDict(flat=nn.Flatten(), inner=model))
 
     loop = loop_of(bench, "raise", FUSED, Look(1), build=build)
     loop.source = loop.source._source
     before = weights(loop.state.model)
     with pytest.raises(Diverged, match=named):
         loop.run()
-    assert same(weights(loop.state.model), before)
-
-
-class Flat(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.inner(images.flatten(1))
-        return logits
+    assert equal(weights(loop.state.model), before)
 
 
 def test_weights_that_were_not_finite_before_are_named(bench: Any) -> None:
@@ -275,7 +263,7 @@ def test_a_plain_step_makes_the_same_weights_and_calls_hooks_that_are_registered
             layer(torch.ones(1, 3)).sum().backward()
             step()
         ends.append(weights(layer))
-    assert same(*ends)
+    assert equal(*ends)
     called: list[int] = []
     optimizer.register_step_post_hook(lambda *_: called.append(1))
     step()
@@ -314,4 +302,4 @@ def test_looking_into_it_changes_no_weight_buffer_or_generator(bench: Any) -> No
         assert [step for step, _ in seen.skipped] == [4] * look
         return [*weights(loop.state.model), torch.get_rng_state()]
 
-    assert same(ends(True), ends(False))
+    assert equal(ends(True), ends(False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -103,39 +104,22 @@ def test_noise_of_a_loss_near_or_below_zero_is_no_divergence(bench: Any, losses:
 
 
 def test_a_step_that_the_guard_leaves_out_ends_it(bench: Any) -> None:
-    class Broken(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-            return logits.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * float("nan")
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits.register_hook(lambda gradient: gradient * float("nan"))
+        return nn.functional.cross_entropy(logits, targets)
 
     small = bench()
     state = small.state()
-    guard = NonFiniteGuard(state.model, state.optimizer, "raise", scaled=False)
-    small.parts = {
-        "guard": guard,
-        "loss": lambda logits, targets: nn.functional.cross_entropy(Broken.apply(logits), targets),
-    }
+    small.parts = {"guard": NonFiniteGuard(state.model, state.optimizer, "raise", scaled=False), "loss": loss}
     curve = swept(small, state, [0.1, 0.2, 0.3])
     assert curve.stopped == "the gradients are not finite at a rate of 0.1"
 
 
 def test_no_batch_is_asked_for_that_is_not_used(bench: Any) -> None:
-    asked = []
-
-    class Source:
-        samples, batch_size = 10, 4
-
-        def batches(self, epoch: int, start: int, stop: int) -> Any:
-            asked.append((epoch, start, stop))
-            return small.source.batches(epoch, start, stop)
-
     small = bench(accumulate=2)
-    range_test(small.step(small.state()), Source(), small.plan, [1e-4] * 5, reference=0.1)
-    assert asked == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
+    source = Mock(wraps=small.source, samples=10, batch_size=4)
+    range_test(small.step(small.state()), source, small.plan, [1e-4] * 5, reference=0.1)
+    assert [asked.args for asked in source.batches.call_args_list] == [(0, 0, 3), (1, 0, 3), (2, 0, 2)]
 
 
 def test_a_signal_ends_it(bench: Any) -> None:

@@ -155,3 +155,15 @@ def test_a_model_that_asks_for_the_version_of_its_state_dict_gets_its_weights_ba
     models = [mnasnet0_5(num_classes=3, dropout=0.0) for _ in range(2)]
     load_weights(models[0], dict(models[1].state_dict()))
     assert torch.equal(models[0].classifier[1].weight, models[1].classifier[1].weight)
+
+
+@pytest.mark.parametrize("number", ["0", 99])
+def test_moments_of_no_weight_are_refused(number: Any) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    old = torch.optim.AdamW([weight])
+    weight.grad = torch.ones(3)
+    old.step()
+    state = copy.deepcopy(old.state_dict())
+    state["state"] = {number: state["state"][0]}
+    with pytest.raises(ValueError, match=f"exp_avg belongs to weight {number!r}"):
+        load_optimizer(torch.optim.AdamW([weight]), state)

@@ -16,6 +16,7 @@ from runner.checkpoint import file
 from runner.lab.audit import amount_of, same
 
 QUICK = ("audit", "threads=1", "data.batch_size=32", "steps=2")
+OWN = (*QUICK, "model={_target_: audit_faults.Net}")
 SHORT = ("epochs=1", "limit.train_batches=4", "log.every_steps=1", "evaluate.test=false", "checkpoint.every_steps=3")
 
 
@@ -57,8 +58,19 @@ def test_settings_that_keep_the_bits_give_no_difference(audit: Callable[..., Any
     assert sum(part["of"] for part in found["parts"].values()) > 80
 
 
-def test_a_model_that_does_not_repeat_is_found(audit: Callable[..., Any]) -> None:
-    found = audit(*QUICK, "model={_target_: audit_faults.Restless}")
+@pytest.mark.parametrize(
+    "word",
+    some(
+        [
+            "model.restless=true",
+            "optimizer={_target_: audit_faults.Perturbed, lr: 0.1}",
+            "transform.sample_train=[{_target_: audit_faults.OwnGenerator}]",
+        ],
+        0,
+    ),
+)
+def test_parts_of_a_run_that_do_not_repeat_are_found(audit: Callable[..., Any], word: str) -> None:
+    found = audit(*OWN, word)
     first = found["difference"]
     assert (found["step"], first["phase"], first["name"]) == (1, "model", "stem.1.weight")
     assert first["a"] == first["b"] == "(16, 64) float32"

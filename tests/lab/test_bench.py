@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,7 @@ class Net(nn.Module):
 """
 CALL = (
     *("bench", "threads=1", "data=synthetic", "data.image_size=8", "data.batch_size=8", "transform=none"),
-    *("repeats=3", "steps=5", "--config-dir", "mine", "model=own"),
+    *("repeats=3", "steps=5", "--config-dir", "mine", "model=failing"),
 )
 OPTION = "# Fails with amp.\n_target_: bench_parts.Net\nsteps_with_amp: 1000\nbroken: false\n"
 
@@ -51,14 +50,12 @@ Measured = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def parts(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def parts(workdir: Path, own_module: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The model, and measurements as short as their steps."""
     monkeypatch.setattr("runner.lab.bench._LEAST_S", 0.0)
-    (workdir / "bench_parts.py").write_text(PARTS)
+    own_module("bench_parts", PARTS)
     (workdir / "mine" / "model").mkdir(parents=True)
-    (workdir / "mine" / "model" / "own.yaml").write_text(OPTION)
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("PYTHONPATH", str(workdir), prepend=os.pathsep)
+    (workdir / "mine" / "model" / "failing.yaml").write_text(OPTION)
 
 
 @pytest.fixture
@@ -81,7 +78,7 @@ def reasons(found: dict[str, Any]) -> dict[str, str]:
 
 
 def test_people_get_a_table_a_picture_and_the_recommendation_before_the_folder(
-    accepted: Callable[..., Any], parts: None, monkeypatch: pytest.MonkeyPatch
+    accepted: Any, parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(config: Bench, workers: int | None, candidate: Candidate, most_s: float | None) -> float:
         candidate.speeds.append(2.0 if candidate.words else 1.0)
@@ -191,7 +188,7 @@ def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: 
 
 
 def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words_on_top(
-    train: Callable[..., Any], accepted: Callable[..., Any], short_runs_forked: None
+    train: Any, accepted: Any, short_runs_forked: None
 ) -> None:
     trained = train(
         "data=synthetic", "data.image_size=8", "model=mlp", "model.hidden=[7]", "max_steps=1", "epochs=null"
@@ -203,7 +200,7 @@ def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words
 
 
 @pytest.mark.extended
-def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Callable[..., Any]) -> None:
+def test_the_jobs_of_a_sweep_write_into_its_folder(bench: Measured, accepted: Any) -> None:
     accepted(*CALL, "--multirun", "toggles=[]", "seed=0,1")
     [sweep] = Path("outputs/benchmarks").iterdir()
     for job in ("0", "1"):

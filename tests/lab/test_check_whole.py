@@ -160,10 +160,8 @@ BOXES = (*COMMON, "data.dataset._target_=whole.Boxes", "task._target_=whole.Dete
 
 
 @pytest.fixture(autouse=True)
-def module(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "whole.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.syspath_prepend(workdir)
-    monkeypatch.setenv("RUNNER_TRUST", "whole")
+def module(own_module: Callable[..., Path]) -> None:
+    own_module("whole", MODULE)
 
 
 def bad(checks: dict[str, Any]) -> dict[str, str]:

@@ -45,7 +45,7 @@ def normalised(count: int) -> torch.Tensor:
 
 
 def test_torch_export_takes_any_batch_size(
-    export: Callable[..., Any], model: torch.nn.Module, trained: Path, monkeypatch: pytest.MonkeyPatch
+    export: Any, model: torch.nn.Module, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def absent(*_: Any, **__: Any) -> None:
         raise AssertionError("the data is not to be read")
@@ -60,9 +60,7 @@ def test_torch_export_takes_any_batch_size(
 
 
 @with_packages
-def test_every_format_agrees_and_is_described(
-    export: Callable[..., Any], model: torch.nn.Module, trained: Path
-) -> None:
+def test_every_format_agrees_and_is_described(export: Any, model: torch.nn.Module, trained: Path) -> None:
     import onnxruntime
 
     record = export("format=safetensors,onnx,torchscript", "batch_sizes=[2,7]")
@@ -92,9 +90,7 @@ def test_every_format_agrees_and_is_described(
     assert sorted(path.name for path in folder.iterdir()) == sorted(Path(path).name for path in record["written"])
 
 
-def test_preprocessing_goes_into_the_model_where_asked(
-    export: Callable[..., Any], model: torch.nn.Module, trained: Path
-) -> None:
+def test_preprocessing_goes_into_the_model_where_asked(export: Any, model: torch.nn.Module, trained: Path) -> None:
     record = export("include_preprocessing=true")
     assert record["input"]["dtype"] == "uint8"
     assert record["preprocessing"]["normalization_in_the_model"] is True
@@ -103,9 +99,7 @@ def test_preprocessing_goes_into_the_model_where_asked(
 
 
 @pytest.mark.extended
-def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
-    train: Callable[..., Any], accepted: Callable[..., Any]
-) -> None:
+def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(train: Any, accepted: Any) -> None:
     words = ("epochs=1", "max_steps=2", "model=small_cnn", "model.width=4", "amp=bf16", "channels_last=true")
     directory = train(*words).directory
     accepted(*CALL, f"ckpt_path={directory}", "output=there")
@@ -115,7 +109,7 @@ def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(
 
 
 def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
-    run: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(model: Any, example: Any, path: Path) -> Any:
         path.write_bytes(b"")
@@ -129,7 +123,7 @@ def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
 
 
 def test_a_model_that_cannot_be_exported_is_a_sentence(
-    rejected: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    rejected: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("data-dependent control flow\nand more")
@@ -142,7 +136,7 @@ def test_a_model_that_cannot_be_exported_is_a_sentence(
 
 @pytest.mark.parametrize("names", [("onnx",), ("onnxruntime",), NEEDED])
 def test_packages_that_are_missing_are_a_sentence(
-    names: tuple[str, ...], rejected: Callable[..., Any], trained: Path, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], rejected: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda asked: None if asked in names else find(asked))
@@ -151,13 +145,11 @@ def test_packages_that_are_missing_are_a_sentence(
     assert "runner[export]" in result.err
 
 
-def test_torchscript_says_that_torch_deprecates_it(accepted: Callable[..., Any], trained: Path) -> None:
+def test_torchscript_says_that_torch_deprecates_it(accepted: Any, trained: Path) -> None:
     assert "torch deprecates TorchScript" in accepted(*CALL, f"ckpt_path={trained}", "format=torchscript").out
 
 
-def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
-    train: Callable[..., Any], json_of: Callable[..., Any]
-) -> None:
+def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(train: Any, json_of: Any) -> None:
     last = train(*SMALL, "ema=0.9").directory / "checkpoints" / "last.safetensors"
     contents = read(last)
     for which, kind, expected in (
@@ -169,7 +161,7 @@ def test_averaged_weights_are_exported_where_the_best_evaluation_is_theirs(
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) -> None:
+def test_what_cannot_be_exported_together_is_told(problems: Any) -> None:
     assert set(problems("format=[]", "batch_sizes=[]", verb="export")) == {"format", "batch_sizes"}
     assert problems("format=onx", verb="export")["format"].nearest == "onnx"
 
@@ -178,9 +170,7 @@ def test_what_cannot_be_exported_together_is_told(problems: Callable[..., Any]) 
 @pytest.mark.parametrize(
     "name", ["torch_export", "safetensors", "torchscript", pytest.param("onnx", marks=needs("export"))]
 )
-def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(
-    name: str, rejected: Callable[..., Any], trained: Path
-) -> None:
+def test_a_file_that_the_disk_refuses_is_a_sentence_and_leaves_nothing(name: str, rejected: Any, trained: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1]))
     try:

@@ -58,7 +58,7 @@ def built(compose: Callable[..., Any]) -> Callable[..., Run]:
     return lambda *words: build_run(resolve_config(compose(*words, verb="inspect"), Inspect))
 
 
-def test_layers_add_up_to_the_model(inspect: Callable[..., Any], built: Callable[..., Run]) -> None:
+def test_layers_add_up_to_the_model(inspect: Any, built: Any) -> None:
     found = inspect(*SMALL, "what=[layers]")
     model, totals = built(*SMALL).model, found["totals"]
     assert totals["parameters"] == sum(weight.numel() for weight in model.parameters())
@@ -82,7 +82,7 @@ def test_weights_that_two_modules_share_count_once() -> None:
     assert [layers[name]["parameters"] for name in ("0", "1")] == [12, 3]
 
 
-def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -> None:
+def test_statistics_are_those_that_one_gets_by_hand(built: Any) -> None:
     training = built(*SMALL, "model.dropout=0.0")
     model = training.model
     batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
@@ -105,7 +105,7 @@ def test_statistics_are_those_that_one_gets_by_hand(built: Callable[..., Run]) -
         assert found.gradients[name].norm == pytest.approx(float(weight.grad.norm()), rel=1e-5), name
 
 
-def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]) -> None:
+def test_tensors_are_inspected_by_the_names_of_modules(built: Any) -> None:
     training = built(*DATA, "model=resnet18_cifar", "model.width=4")
     batch = next(iter(training.data.train.loader.batches(0, 0, 1)))
     found = pass_through(training, batch, ["stages.0", "stages.3.1", "head"])
@@ -118,7 +118,7 @@ def test_tensors_are_inspected_by_the_names_of_modules(built: Callable[..., Run]
     assert found.gradients == {name: each for name, each in whole.gradients.items() if name.startswith(kept)}
 
 
-def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Callable[..., Run]) -> None:
+def test_a_frozen_weight_and_one_that_the_loss_does_not_reach_are_told(built: Any) -> None:
     training = built(*SMALL)
     model = training.model
     model.stages[0][0].weight.requires_grad_(False)
@@ -136,7 +136,7 @@ def test_what_is_not_finite_is_counted_and_left_out() -> None:
     assert numbers_of(torch.full((2, 2), float("nan"))).not_finite == 4
 
 
-def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], workdir: Path) -> None:
+def test_every_part_gives_its_pictures_and_numbers(inspect: Any, workdir: Path) -> None:
     found = inspect(*SMALL, "samples=2")
     folder = Path(found["folder"])
     assert folder.parent == Path("outputs/inspections")
@@ -151,9 +151,7 @@ def test_every_part_gives_its_pictures_and_numbers(inspect: Callable[..., Any], 
     assert {name: found[name] for name in written} == written
 
 
-def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_maps(
-    inspect: Callable[..., Any], accepted: Callable[..., Any]
-) -> None:
+def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_maps(inspect: Any, accepted: Any) -> None:
     words = ("what=features", "tensors=stages.0,head,stages.1.0")
     assert inspect(*SMALL, *words)["files"] == ["features_stages.0.png", "features_stages.1.0.png"]
     shown = accepted("inspect", *SMALL, *words).out
@@ -179,7 +177,7 @@ def trained(train_once: Callable[..., Any]) -> Any:
 
 @pytest.mark.extended
 def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
-    trained: Any, inspect: Callable[..., Any], json_of: Callable[..., Any]
+    trained: Any, inspect: Any, json_of: Any
 ) -> None:
     before = {path: path.read_bytes() for path in trained.directory.rglob("*") if path.is_file()}
     found = inspect(f"ckpt_path={trained.directory}", "what=errors", "samples=3", "evaluate.batch_size=7", "threads=1")
@@ -201,7 +199,7 @@ def test_mistakes_are_those_that_eval_counts_and_the_run_is_not_touched(
 
 
 def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_checkpoint_only(
-    trained: Any, inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    trained: Any, inspect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nothing: dict[str, Callable[..., Any]] = dict.fromkeys((*PARTS, "errors"), lambda seen: {})
     monkeypatch.setattr("runner.lab.inspect.run.PARTS", nothing)
@@ -212,7 +210,7 @@ def test_all_parts_are_looked_at_unless_some_are_asked_for_and_errors_with_a_che
 
 @pytest.mark.parametrize("ending", ["npz", "safetensors"])
 def test_features_of_a_split_are_those_of_its_samples_in_order(
-    ending: str, trained: Any, inspect: Callable[..., Any], built: Callable[..., Run]
+    ending: str, trained: Any, inspect: Any, built: Any
 ) -> None:
     found = inspect(
         f"ckpt_path={trained.directory}", "features=stages.1,head", "split=test", f"output=made/f.{ending}",
@@ -262,9 +260,7 @@ def test_features_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.extended
-def test_averaged_weights_are_looked_at_where_they_are_meant(
-    train: Callable[..., Any], inspect: Callable[..., Any], run: Callable[..., Any]
-) -> None:
+def test_averaged_weights_are_looked_at_where_they_are_meant(train: Any, inspect: Any, run: Any) -> None:
     trained = train(*SMALL, "epochs=1", "optimizer.lr=0.02", "ema=0.9")
     contents = read(trained.directory / "checkpoints" / "last.safetensors")
     for which, weights in (("raw", contents["model"]), ("averaged", contents["averaged"]["weights"])):
@@ -275,11 +271,8 @@ def test_averaged_weights_are_looked_at_where_they_are_meant(
         assert found["weights_are"] == {"raw": "raw", "averaged": "ema"}[which]
 
 
-def test_a_module_called_like_a_path_writes_into_the_folder_alone(
-    inspect: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workdir: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(workdir))
-    (workdir / "away.py").write_text(AWAY)
+def test_a_module_called_like_a_path_writes_into_the_folder_alone(inspect: Any, own_module: Any, workdir: Path) -> None:
+    own_module("away", AWAY)
     net = ("model=mlp", "~model.hidden", "~model.dropout", "model._target_=away.net")
     found = inspect(*DATA, *net, "what=features", "tensors=['up/away/x']")
     assert found["files"] == ["features_up_away_x.png"]

@@ -136,7 +136,7 @@ def test_a_step_that_compiles_for_a_smaller_batch_is_told_apart_and_waiting_is_n
     assert found.shares()[DATA] == pytest.approx(5 / 5.04)
 
 
-def test_the_shares_add_up_and_the_trace_has_our_ranges(profile: Callable[..., Any]) -> None:
+def test_the_shares_add_up_and_the_trace_has_our_ranges(profile: Any) -> None:
     found = profile("data.drop_last=true", "warmup_steps=4")
     assert sum(found["shares"].values()) == pytest.approx(1)
     assert min(found["shares"].values()) > 0
@@ -153,11 +153,8 @@ def test_the_shares_add_up_and_the_trace_has_our_ranges(profile: Callable[..., A
     assert names == {"trace.json", "ops.txt", "config.yaml", "profile.json"}
 
 
-def test_a_slow_data_set_shows_in_the_three_shares(
-    accepted: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workdir / "slow_set.py").write_text(SLOW)
-    monkeypatch.syspath_prepend(str(workdir))
+def test_a_slow_data_set_shows_in_the_three_shares(accepted: Any, own_module: Any) -> None:
+    own_module("slow_set", SLOW)
     result = accepted(*SMALL, "data.dataset={_target_: slow_set.Slow}", "data.placement=disk", "data.num_workers=0")
     *_, data, host, device, folder = result.out.splitlines()
     found = json.loads((Path(folder) / "profile.json").read_text())
@@ -172,7 +169,7 @@ def test_a_slow_data_set_shows_in_the_three_shares(
 
 
 def test_a_trace_that_torch_could_not_write_leaves_no_part_and_is_an_error(
-    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, workdir: Path
+    run: Any, monkeypatch: pytest.MonkeyPatch, workdir: Path
 ) -> None:
     def on_a_full_disk(self: Any, path: str) -> None:
         Path(f"{path}.tmp").write_text("{")
@@ -189,31 +186,27 @@ def test_a_trace_that_torch_could_not_write_leaves_no_part_and_is_an_error(
     [("amp=fp16", "grad_clip.norm=1.0"), ("accumulate=2", "grad_clip.value=0.1"), ("amp=true", "data.placement=disk")],
     ids=" ".join,
 )
-def test_it_works_with_what_changes_a_step(profile: Callable[..., Any], words: tuple[str, ...]) -> None:
+def test_it_works_with_what_changes_a_step(profile: Any, words: tuple[str, ...]) -> None:
     found = profile(*words, "data.num_workers=0" if "data.placement=disk" in words else "steps=4")
     assert found["precision"].startswith({"amp=true": "bf16", "amp=fp16": "fp16"}.get(words[0], "float32"))
     assert found["shares"]["device"] > 0
     assert found["accumulate"] == (2 if "accumulate=2" in words else 1)
 
 
-def test_profiling_leaves_the_next_training_in_the_process_alone(
-    profile: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_profiling_leaves_the_next_training_in_the_process_alone(profile: Any, train: Any) -> None:
     words = [word for word in SMALL if not word.startswith(("profile", "warmup", "steps", "trace"))]
     before = train(*words, "epochs=1").summary["weights_sha256"]
     profile()
     assert train(*words, "epochs=1").summary["weights_sha256"] == before
 
 
-def test_a_budget_that_is_used_up_ends_the_phases_early(profile: Callable[..., Any]) -> None:
+def test_a_budget_that_is_used_up_ends_the_phases_early(profile: Any) -> None:
     found = profile("budget_s=0.0001", "warmup_steps=50", "steps=50")
     assert found["steps"] == {"warm-up": 1, "timing": 1, "tracing": 1}
     assert found["cut_short"] == ["warm-up", "timing", "tracing"]
 
 
-def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(
-    profile: Callable[..., Any], train: Callable[..., Any]
-) -> None:
+def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(profile: Any, train: Any) -> None:
     done = train("data=synthetic", "data.dataset.samples=30", "data.image_size=8", "model=mlp", "epochs=1")
     short = ("trace_steps=0", "warmup_steps=0", "output=here/there")
     found = profile(f"ckpt_path={done.directory}", "data.batch_size=4", *short)
@@ -222,8 +215,3 @@ def test_a_run_that_exists_is_profiled_by_its_checkpoint_into_a_folder(
     config = Path("here/there/config.yaml").read_text()
     assert "samples: 54" in config, "the line is on top"
     assert "epochs: 1" in config, "the rest is the checkpoint's"
-
-
-def test_a_file_in_the_way_of_the_folder_is_a_mistake(rejected: Callable[..., Any], workdir: Path) -> None:
-    (workdir / "file").write_text("")
-    assert rejected(*SMALL, "output=file/there").err.startswith("error: output: cannot write")

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,10 +58,7 @@ def test_an_unknown_name_gets_the_nearest_ones(name: str, reason: str) -> None:
 
 
 def test_weights_that_cannot_be_loaded_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError("the network is off")
-
-    monkeypatch.setattr("timm.models._builder.load_pretrained", refuse)
+    monkeypatch.setattr("timm.models._builder.load_pretrained", Mock(side_effect=OSError("the network is off")))
     monkeypatch.setattr("runner.models.timm_zoo.reachable", lambda url: True)
     with pytest.raises(
         UserError, match=r"the network is off\n.*https://huggingface.co/timm/test_resnet.*init_from=FILE"

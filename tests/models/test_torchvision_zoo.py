@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from extended import some
 from torch import Tensor, nn
+from torchvision import models
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
@@ -29,8 +30,6 @@ NAME = "shufflenet_v2_x0_5"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like torch.hub's with the weights of two models."""
-    from torchvision import models
-
     made = tmp_path_factory.mktemp("home")
     folder = made / "hub" / "checkpoints"
     folder.mkdir(parents=True)
@@ -82,7 +81,6 @@ def test_the_global_seed_alone_decides_the_weights() -> None:
 
 
 def test_a_new_stem_keeps_the_scale_of_the_features() -> None:
-    torch.manual_seed(0)
     colour, grey = first(classifier("resnet18", 10, 3)), first(classifier("resnet18", 10, 1))
     with torch.no_grad():
         scales = [conv(torch.randn(8, conv.in_channels, 32, 32)).std().item() for conv in (colour, grey)]
@@ -108,24 +106,20 @@ def test_trying_the_size_leaves_no_trace() -> None:
         assert torch.equal(tried.state_dict()[name], value)
 
 
-@pytest.mark.parametrize(("name", "size"), [("alexnet", (8, 8)), ("vit_b_16", (8, 8)), ("vit_b_16", (32, 48))])
-def test_a_size_that_the_model_cannot_take_is_refused_in_a_sentence(name: str, size: tuple[int, int]) -> None:
-    said = rf"model.name: {name} does not support images of {size[0]}x{size[1]} pixels"
-    with torch.device("meta"), pytest.raises(UserError, match=said):
-        classifier(name, 10, 3, image_size=size)
-
-
 @pytest.mark.parametrize(
-    ("name", "weights", "said"),
+    ("name", "options", "said"),
     [
-        ("resnt18", None, r"model\.name: .*'resnt18'; did you mean 'resnet18'"),
-        ("fcn_resnet50", None, "no torchvision classification model 'fcn_resnet50'"),
-        ("resnet18", "V7", r"model\.weights: resnet18 has no weights 'V7'\n.*IMAGENET1K_V1.*null"),
+        ("alexnet", {"image_size": (8, 8)}, "model.name: alexnet does not support images of 8x8 pixels"),
+        ("vit_b_16", {"image_size": (8, 8)}, "model.name: vit_b_16 does not support images of 8x8 pixels"),
+        ("vit_b_16", {"image_size": (32, 48)}, "model.name: vit_b_16 does not support images of 32x48 pixels"),
+        ("resnt18", {}, r"model\.name: .*'resnt18'; did you mean 'resnet18'"),
+        ("fcn_resnet50", {}, "no torchvision classification model 'fcn_resnet50'"),
+        ("resnet18", {"weights": "V7"}, r"model\.weights: resnet18 has no weights 'V7'\n.*IMAGENET1K_V1.*null"),
     ],
 )
-def test_an_unknown_name_is_answered_with_those_there_are(name: str, weights: str | None, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        classifier(name, 10, weights=weights)
+def test_what_there_is_not_is_a_sentence_with_the_key(name: str, options: dict[str, Any], said: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match=said):
+        classifier(name, 10, 3, **options)
 
 
 @pytest.mark.parametrize("weights", ["DEFAULT", "IMAGENET1K_V1", "ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1"])
@@ -171,28 +165,25 @@ def test_weights_that_cannot_be_fetched_or_read_say_where_the_file_belongs(offli
 
 
 IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+AVERAGE = {"mean": [pytest.approx(0.449)], "std": [pytest.approx(0.226)]}
+GIVEN = ("data.normalize.mean=[0.5,0.5,0.5]", "data.normalize.std=[0.2,0.2,0.2]")
 
 
-def settled(compose: Callable[..., Any], *words: str) -> Any:
-    composition = compose("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", *words)
-    return resolve_config(composition, Train).data
-
-
+@pytest.mark.parametrize(
+    ("words", "size", "normalize"),
+    [
+        (("data=cifar10",), 224, IMAGENET),
+        (("data=cifar10", "data.image_size=64"), 64, IMAGENET),
+        (("data=cifar10", *GIVEN), 224, {"mean": [0.5] * 3, "std": [0.2] * 3}),
+        (("data=mnist",), 224, AVERAGE),  # over the colours, for grey images
+    ],
+)
 def test_images_are_prepared_as_the_weights_want_them_unless_the_command_line_says_otherwise(
-    compose: Callable[..., Any],
+    words: tuple[str, ...], size: int, normalize: dict[str, Any], compose: Callable[..., Any]
 ) -> None:
-    data = settled(compose, "data=cifar10")
-    assert (data.image_size, dataclasses.asdict(data.normalize)) == (224, IMAGENET)
-    data = settled(compose, "data=cifar10", "data.image_size=64")
-    assert (data.image_size, data.normalize.mean) == (64, IMAGENET["mean"])
-    data = settled(compose, "data=cifar10", "data.normalize.mean=[0.5,0.5,0.5]", "data.normalize.std=[0.2,0.2,0.2]")
-    assert (data.image_size, data.normalize.mean, data.normalize.std) == (224, [0.5] * 3, [0.2] * 3)
-
-
-def test_grey_images_get_the_averages_over_the_colours(compose: Callable[..., Any]) -> None:
-    normalize = settled(compose, "data=mnist").normalize
-    assert normalize.mean == [pytest.approx(0.449)]
-    assert normalize.std == [pytest.approx(0.226)]
+    composition = compose("model=torchvision", f"model.name={NAME}", "model.weights=DEFAULT", *words)
+    data = resolve_config(composition, Train).data
+    assert (data.image_size, dataclasses.asdict(data.normalize)) == (size, normalize)
 
 
 def test_random_weights_want_nothing(compose: Callable[..., Any]) -> None:
@@ -255,8 +246,6 @@ def test_a_model_that_recolours_its_input_for_its_weights_does_so_without_fetchi
 def test_weights_of_models_with_auxiliary_heads_are_taken_and_the_heads_left_out(
     name: str, side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from torchvision import models
-
     with torch.device("meta"):
         state = models.get_model(name, weights=None, aux_logits=True, init_weights=False).state_dict()
     # Numbers of one element each, which take no memory to speak of.

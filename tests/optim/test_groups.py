@@ -157,20 +157,6 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_nearest_name(
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("word", "key"),
-    [
-        ("optimizer.layer_decay=1.5", "optimizer.layer_decay"),
-        ("optimizer.layer_decay=0", "optimizer.layer_decay"),
-        ("optimizer.no_decay=some", "optimizer.no_decay"),
-        ("optimizer.lr_mult={head: -1}", "optimizer.lr_mult"),
-        ("optimizer.lr_mult=2", "optimizer.lr_mult"),
-    ],
-)
-def test_a_wrong_value_is_a_problem_of_its_key(word: str, key: str, problems: Any) -> None:
-    assert list(problems(word)) == [key]
-
-
 def test_an_optimizer_without_weight_decay_cannot_keep_it_from_anything(compose: Any) -> None:
     words = ["optimizer._target_=torch.optim.Rprop"]
     words += [f"~optimizer.{name}" for name in ("betas", "eps", "weight_decay", "amsgrad")]

@@ -89,8 +89,3 @@ def test_an_option_file_lists_every_argument_of_the_project_s_own_components(pat
         of_the_run = {"params", "fetch_weights", "clock", *(["lr"] if path.parent.name == "scheduler" else [])}
         arguments = set(inspect.signature(target(options)).parameters) - of_the_run
         assert set(options) - {"_target_", "defaults"} == arguments
-
-
-def test_foreach_and_fused_together_are_a_sentence(rejected: Any) -> None:
-    result = rejected("train", "optimizer.foreach=true", "optimizer.fused=true", "threads=1", "debug=smoke")
-    assert "optimizer.fused: is true, and so is optimizer.foreach" in result.err

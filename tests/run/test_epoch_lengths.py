@@ -12,7 +12,6 @@ import pytest
 from extended import some
 
 from runner.base.errors import UserError
-from runner.checkpoint.file import read
 from runner.config.keys import with_changes
 from runner.config.load import resolve_config
 from runner.config.schema import Train
@@ -131,21 +130,21 @@ def test_a_step_schedule_under_max_steps_counts_epochs_and_its_warm_up_shares_of
 def test_swa_takes_the_weights_of_as_many_epochs(train: Any, swa: str, size: int, workdir: Path) -> None:
     words = (*RUN, swa, "averaging.lr_factor=0.5", "checkpoint.keep=99", "evaluate.every_epochs=6", "scheduler=cosine")
     whole = train(*words)
-    expected = read(whole.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"]
+    expected = whole.last["averaged"]["updates"]
     checkpoint = whole.directory / "checkpoints" / "step_0000000018.safetensors"
     first = train(f"ckpt_path={checkpoint}", f"data.batch_size={size}", f"hydra.run.dir={workdir}/first")
-    assert read(first.directory / "checkpoints" / "last.safetensors")["averaged"]["updates"] == expected
+    assert first.last["averaged"]["updates"] == expected
     # Stopped once more on the way, and resumed without a change, also in the middle of an epoch.
-    saved = read(first.directory / "checkpoints" / "last.safetensors")["position"]
+    saved = first.last["position"]
     assert saved["turns"] == [[18, 3]]
     steps = 48 // size
     middle = first.directory / "checkpoints" / f"step_{18 + steps:010d}.safetensors"
     second = train(f"ckpt_path={middle}", f"hydra.run.dir={workdir}/second")
     assert second.summary["weights_sha256"] == first.summary["weights_sha256"]
-    averages = [read(each.directory / "checkpoints" / "last.safetensors")["averaged"] for each in (first, second)]
+    averages = [each.last["averaged"] for each in (first, second)]
     assert averages[0]["updates"] == averages[1]["updates"]
     # A resume that changes nothing keeps the turns.
-    assert read(second.directory / "checkpoints" / "last.safetensors")["position"]["turns"] == [[18, 3]]
+    assert second.last["position"]["turns"] == [[18, 3]]
 
 
 @pytest.mark.parametrize(
@@ -162,8 +161,8 @@ def test_epochs_of_freezing_and_evaluations_are_those_of_the_run(
     rest = train(f"ckpt_path={checkpoint}", *words, f"hydra.run.dir={workdir}/rest")
     steps = {"data.batch_size=4": 12, "accumulate=2": 3, "limit.train_batches=2": 2}[words[0]]
     assert f"step {12 + 2 * steps}: layers.0 is trained from now on" in rest.out
-    assert [line["epoch"] for line in rest.metrics if line["split"] == "val"] == [2, 4, 6]
-    rates = [line["lr"] for line in rest.metrics if line["split"] == "train" and line["global_step"] > 12]
+    assert [line["epoch"] for line in rest.logged("val")] == [2, 4, 6]
+    rates = [line["lr"] for line in rest.logged("train") if line["global_step"] > 12]
     assert len(rates) == 4 * steps
     falls = [number for number, (one, two) in enumerate(itertools.pairwise(rates), 1) if two < one]
     assert len(falls) == 1

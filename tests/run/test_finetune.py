@@ -11,7 +11,6 @@ import torch
 from extended import some
 from tiny_runs import words_of
 
-from runner.checkpoint.file import read
 from runner.config.composition import Composition
 from runner.config.load import resolve_config
 from runner.config.schema import Train
@@ -32,7 +31,7 @@ def call(accepted: Any) -> Callable[..., dict[str, Any]]:
 
     def train(**settings: Any) -> dict[str, Any]:
         result = accepted("train", *words_of(SMALL, settings))
-        contents = read(result.directory / "checkpoints" / "last.safetensors")
+        contents = result.last
         return {**result.summary, "shown": result.out, "folder": result.directory, "contents": contents}
 
     return train

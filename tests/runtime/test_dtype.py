@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from runner.base.errors import UserError
-from runner.checkpoint.file import read
 from runner.config.load import resolve_config
 from runner.config.schema import VERBS
 from runner.runtime.precision import choose_precision
@@ -56,12 +55,12 @@ def test_a_run_starts_from_the_weights_of_float32_and_can_be_evaluated(train: An
     first, other = plain.metrics[0]["loss"], wide.metrics[0]["loss"]
     assert first != other
     assert first == pytest.approx(other, rel=1e-6)
-    model = read(wide.directory / "checkpoints" / "last.safetensors")["model"]
+    model = wide.last["model"]
     assert {tensor.dtype for tensor in model.values()} == {torch.float64}
     found = accepted("eval", f"ckpt_path={wide.directory}", "split=val", "json=true")
     assert json.loads(found.out)["metrics"]["loss"] == wide.metrics[-1]["loss"]
     resumed = train(f"ckpt_path={wide.directory}", "max_steps=6", "dtype=float32")
-    model = read(resumed.directory / "checkpoints" / "last.safetensors")["model"]
+    model = resumed.last["model"]
     assert {tensor.dtype for tensor in model.values()} == {torch.float32}
 
 

@@ -53,8 +53,8 @@ class Gradient:
 
 @pytest.fixture
 def faulty(run: Callable[..., Any], own_module: Callable[..., Path]) -> Callable[..., Any]:
-    own_module("faults", FAULTS)
-    named = "+callbacks.fault._target_=faults."
+    own_module("my_faults", FAULTS)
+    named = "+callbacks.fault._target_=my_faults."
     return lambda fault, policy, *words: run("train", *SMALL, named + fault, f"on_nonfinite={policy}", *words)
 
 
@@ -85,7 +85,7 @@ def test_raise_stops_and_keeps_what_was_saved(faulty: Any, fault: str, amp: str)
     assert "the gradients of step 13 (epoch 2) are not finite" in result.err
     assert CAUSES[fault] in result.err
     assert finite(result.directory)
-    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 10
+    assert result.last["position"]["global_step"] == 10
     if fault != "Gradient":
         batch = torch.load(result.directory / "nonfinite" / "step_0000000013.pt", weights_only=True)
         assert batch["images"].isnan().any() == (fault == "Input")
@@ -95,7 +95,7 @@ def test_raise_stops_and_keeps_what_was_saved(faulty: Any, fault: str, amp: str)
 def test_under_fp16_a_gradient_that_overflows_is_left_to_the_scaler(faulty: Any) -> None:
     result = faulty("Gradient", "raise", "amp=fp16")
     assert result.status == 0, result.err
-    assert read(result.directory / "checkpoints" / "last.safetensors")["scaler"]["scale"] < 2.0**16
+    assert result.last["scaler"]["scale"] < 2.0**16
     assert finite(result.directory)
 
 
@@ -108,8 +108,8 @@ def test_training_goes_on_without_the_step(faulty: Any, amp: str, optimizer: str
     assert result.status == 0, result.err + result.out
     assert "step 13" in result.out
     assert finite(result.directory)
-    assert read(result.directory / "checkpoints" / "last.safetensors")["position"]["global_step"] == 24
-    steps = [line["global_step"] for line in result.metrics if line["split"] == "train"]
+    assert result.last["position"]["global_step"] == 24
+    steps = [line["global_step"] for line in result.logged("train")]
     assert steps == sorted(set(steps))
     assert all(line["loss"] is not None for line in result.metrics)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slow_parts
 from extended import some
 from forked import ForkedProgram
 from running_sweeps import until
@@ -22,32 +23,11 @@ WORDS = (
     "model=mlp", "model.hidden=[16]", "model.dropout=0.2", "transform=standard", "threads=1", "logger=none",
     "log.every_steps=1", "evaluate.test=false", "checkpoint.every_steps=7",
 )  # fmt: skip
-SLOW = """
-import os, time
-from pathlib import Path
-
-class Slow:
-    def __init__(self, step_s: float = 0.0): self.step_s = step_s
-    def on_step(self, loop):
-        Path("steps").write_text(str(loop.state.position.global_step))
-        time.sleep(self.step_s)
-
-class SlowMetric:
-    def __init__(self, **facts): self.batches = 0
-    def to(self, device): return self
-    def update(self, logits, targets):
-        self.batches += 1
-        Path("evaluating").write_text(str(self.batches))
-        time.sleep(0.3)
-    def compute(self):
-        import torch
-        return torch.tensor(0.5)
-"""
 
 
 @pytest.fixture
 def here(own_module: Callable[..., Path]) -> Path:
-    return own_module("slow", SLOW).parent
+    return own_module("slow", slow_parts.SOURCE).parent
 
 
 @pytest.fixture
@@ -65,10 +45,6 @@ def start(here: Path) -> Iterator[Callable[..., ForkedProgram]]:
         if process.poll() is None:
             process.kill()
         process.communicate()
-
-
-def at_step(here: Path, step: int) -> bool:
-    return (here / "steps").exists() and int((here / "steps").read_text() or 0) >= step
 
 
 KNOWN: dict[tuple[str, ...], str] = {}
@@ -93,7 +69,7 @@ def test_a_signal_saves_the_step_says_so_and_costs_nothing(
 ) -> None:
     workers = ("data.placement=disk", "data.num_workers=2") if name == "SIGTERM" else ()
     process = start(*SLOWLY, *workers)
-    until(lambda: at_step(here, step), process)
+    until(lambda: slow_parts.at_step(step), process)
     # The whole group, as a terminal and a scheduler do it: loader workers are signalled as well.
     os.killpg(process.pid, getattr(signal, name))
     out, err = process.communicate(timeout=60)
@@ -126,5 +102,5 @@ def test_a_signal_during_an_evaluation_breaks_it_off_and_it_is_made_after_resumi
     assert (position["epoch"], position["batch"], position["evaluation_due"]) == (1, 0, True)
     rest = train(f"ckpt_path={directory}", "metrics=null")
     assert rest.summary["weights_sha256"] == reference("data.split.val=0.3", "checkpoint.monitor=loss")
-    epochs = [record["epoch"] for record in rest.metrics if record["split"] == "val"]
+    epochs = [record["epoch"] for record in rest.logged("val")]
     assert epochs == [1, 2], "each epoch was evaluated once"

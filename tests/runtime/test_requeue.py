@@ -54,7 +54,7 @@ def test_the_same_command_goes_on_in_the_same_directory_to_the_same_bits(again: 
     assert second.directory == first.directory
     assert second.summary["status"] == "finished"
     assert second.summary["weights_sha256"] == train_once(*SMALL).summary["weights_sha256"]
-    steps = [line["global_step"] for line in second.metrics if line["split"] == "train"]
+    steps = [line["global_step"] for line in second.logged("train")]
     assert steps == sorted(set(steps))
     assert steps[-1] == second.summary["global_step"]
     third = again(f"+callbacks.stop.how={how}")
@@ -78,7 +78,7 @@ def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Any, wor
     second = again(*words)
     assert second.status == 0, second.err
     assert second.directory == first.directory
-    steps = [line["global_step"] for line in second.metrics if line["split"] == "train"]
+    steps = [line["global_step"] for line in second.logged("train")]
     assert steps == sorted(set(steps))
     assert steps[0] == 1
 

@@ -17,23 +17,14 @@ from typing import Any
 import pytest
 from extended import some
 from forked import ForkedProgram
+from slow_parts import SOURCE, at_step
 
 WORDS = (
     "train", "data=synthetic", "data.dataset.samples=200", "data.image_size=8", "data.batch_size=8", "epochs=2",
     "model=mlp", "model.hidden=[16]", "threads=1", "logger=none", "log.every_steps=1", "evaluate.test=false",
     "log.curves=false", "data.placement=disk", "data.num_workers=2", "+callbacks.slow._target_=slow.Slow",
-    "hydra.run.dir=run",
+    "+callbacks.slow.step_s=0.05", "hydra.run.dir=run",
 )  # fmt: skip
-SLOW = """
-import time
-from pathlib import Path
-
-class Slow:
-    def __init__(self, step_s: float = 0.05): self.step_s = step_s
-    def on_step(self, loop):
-        Path("steps").write_text(str(loop.state.position.global_step))
-        time.sleep(self.step_s)
-"""
 
 
 class Terminal:
@@ -76,7 +67,7 @@ class Terminal:
 
 @pytest.fixture
 def on_terminal(own_module: Callable[..., Path]) -> Iterator[Callable[..., Terminal]]:
-    own_module("slow", SLOW)
+    own_module("slow", SOURCE)
     started: list[Terminal] = []
     slaves: list[int] = []  # open, as a terminal that nobody has open is gone before the program opens it
 
@@ -95,12 +86,6 @@ def on_terminal(own_module: Callable[..., Path]) -> Iterator[Callable[..., Termi
         terminal.close()
     for slave in slaves:
         os.close(slave)
-
-
-def at_step(step: int) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        return int(Path("steps").read_text()) >= step
-    return False
 
 
 def preempted(name: str) -> bool:

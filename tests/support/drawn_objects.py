@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,13 @@ def draw(root: Path, split: str, count: int, seed: int) -> dict[str, Any]:
     contents = {"images": images, "annotations": annotations, "categories": categories}
     (root / f"{split}.json").write_text(json.dumps(contents))
     return contents
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the content of a JSON file in place."""
+    contents = json.loads(path.read_text())
+    change(contents)
+    path.write_text(json.dumps(contents))
 
 
 COCO = tuple(

@@ -1,7 +1,8 @@
-"""Compares nested states."""
+"""Compares nested states, and the files of a folder."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,3 +17,7 @@ def equal(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return type(first) is type(second) and len(first) == len(second) and all(map(equal, first, second))
     return type(first) is type(second) and first == second
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())

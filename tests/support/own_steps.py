@@ -225,13 +225,6 @@ class Compared(CountBoxes):
         return {"loss": F.cross_entropy(codes @ codes.T, torch.arange(len(codes))), "rows": torch.tensor(len(codes))}
 
 
-class ComparedTwice(Compared):
-    """Gathers both views at once, which is a mistake."""
-
-    def training_step(self, modules, batch):
-        return gather(self.logits(modules, batch).repeat(2, 1)).sum()
-
-
 class Measured(MeanOverBoxes):
     """An evaluation gives further means over the boxes."""
 

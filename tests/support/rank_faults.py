@@ -1,7 +1,8 @@
-"""Callbacks and data of ranks that fail or are slow."""
+"""Callbacks, data and a model of runs on several ranks, some of which fail or are slow."""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -9,9 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from runner.data.sources.synthetic import synthetic
+from runner.distributed.sharding import local
+from runner.distributed.world import world
+from runner.instrument.nested import tensors_in
 
 WORDS = (
     "data=synthetic", "data.dataset.samples=90", "data.image_size=8", "data.batch_size=8", "model=mlp", "model.hidden=[16]",
@@ -76,3 +81,50 @@ class Slow:
 
     def on_step(self, loop: Any) -> None:
         time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
+
+
+class Held:
+    """Writes the bytes of this rank's weights and optimizer state to `rank_<number>.json` in a folder."""
+
+    def __init__(self, folder: str) -> None:
+        self._path = Path(folder) / f"rank_{world().rank}.json"
+
+    def on_end(self, loop: Any) -> None:
+        state = [dict(each) for each in loop.state.optimizer.state.values()]
+        held = [loop.state.model.parameters(), tensors_in(state)]
+        self._path.write_text(json.dumps([sum(local(tensor).nbytes for tensor in tensors) for tensors in held]))
+
+
+class Block(nn.Module):
+    """Three layers and a shortcut."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(dim), nn.Linear(dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.second(self.first(self.norm(inputs)).relu())
+        return inputs + hidden
+
+
+class Tied(nn.Module):
+    """Blocks of which some have a weight of another block or of a layer outside, and one is called twice."""
+
+    def __init__(self, num_classes: int, image_size: tuple[int, int], in_channels: int, dim: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Linear(image_size[0] * image_size[1] * in_channels, dim)
+        self.outside = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(5))
+        one, two, three, four, _ = self.blocks
+        one.first.weight = two.second.weight  # of two blocks
+        three.first.weight = self.outside.weight  # of a block and a layer
+        four.first.weight = four.second.weight  # of one block
+        self.head = nn.Linear(dim, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (B, classes)."""
+        hidden = self.outside(self.stem(images.flatten(1)))
+        for block in (*self.blocks, self.blocks[-1]):
+            hidden = block(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits

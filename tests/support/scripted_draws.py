@@ -1,4 +1,4 @@
-"""Random numbers of samples that a test gives."""
+"""Random numbers of a few samples, also such as a test gives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 from runner.data.sample_rng import SampleRNG
+
+
+def draws(count: int, epoch: int = 0, seed: int = 11) -> SampleRNG:
+    """Draws of `count` samples."""
+    return SampleRNG(seed, epoch, torch.arange(count) * 3)
 
 
 class Scripted(SampleRNG):

@@ -70,7 +70,7 @@ def small_loader(
     if workers is None:
         made = MemoryLoader(ARRAYS.images, ARRAYS.targets, plan, CPU, **options)
     else:
-        named = {name: options.pop(name) for name in ("on_skipped", "collate") if name in options}
+        named = {name: options.pop(name) for name in ("on_skipped",) if name in options}
         settings = Data(dataset={}, **{"persistent_workers": False, **options})
         made = WorkerLoader(
             SeededDataset(dataset, 3, transforms, replacements), plan, CPU, settings, workers=workers, **named

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import torch
 from PIL import Image
@@ -46,6 +47,13 @@ def write_tar(path: Path, members: Members, format: int = tarfile.PAX_FORMAT) ->
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     return path
+
+
+def in_memory(folder: Path) -> str:
+    """The URL of a copy of a folder in a store."""
+    for path in folder.rglob("*.*"):
+        fsspec.filesystem("memory").pipe(f"{folder}/{path.relative_to(folder)}", path.read_bytes())
+    return f"memory:/{folder}"
 
 
 def members(*paths: Path) -> list[tuple[str, bytes]]:

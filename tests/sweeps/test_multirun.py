@@ -23,6 +23,19 @@ def four_jobs(made_once) -> tuple[str, Path]:
     return made_once("--multirun", "seed=0,1", "optimizer.lr=0.1,0.01")
 
 
+def test_a_job_of_a_sweep_is_the_same_run_as_one_by_itself(four_jobs, run, tiny):
+    alone = run("train", *tiny, "seed=1", "optimizer.lr=0.01")
+    assert summaries(four_jobs[1])["3"]["weights_sha256"] == alone.summary["weights_sha256"]
+
+
+def test_another_command_does_not_go_on_in_the_folder_of_a_job(four_jobs, rejected, tiny):
+    job = four_jobs[1] / "0"
+    before = (job / "summary.json").read_bytes()
+    err = rejected("train", *tiny, "seed=7", "resume=auto", f"hydra.run.dir={job}").err
+    assert "holds a run of other settings" in err
+    assert (job / "summary.json").read_bytes() == before
+
+
 def test_every_job_has_a_complete_directory_of_its_own(four_jobs):
     _, folder = four_jobs
     assert folder.parts[-4:-1] == ("outputs", "synthetic", "sweeps")

@@ -110,20 +110,29 @@ def test_time_left_counts_no_time_for_jobs_that_were_skipped(tmp_path):
     assert headline_of(Ledger.read(tmp_path)).startswith("3 finished, 1 failed, about 2:0")
 
 
-def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep):
-    def fail() -> None:
-        (sweep / "2" / PROGRESS).unlink()
-        summary = json.loads((sweep / "2" / "summary.json").read_text())
-        (sweep / "2" / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": "out of memory"}))
+def _fails(job: Path) -> None:
+    (job / PROGRESS).unlink()
+    summary = json.loads((job / "summary.json").read_text())
+    (job / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": "out of memory"}))
 
-    stream, later = io.StringIO(), threading.Timer(0.5, fail)
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (_fails, "failed: optimizer.lr=0.3: out of memory"),
+        (lambda job: (job / ".lock").unlink(), "died: optimizer.lr=0.3: it is still marked as running: it was killed"),
+    ],
+    ids=["failed", "died"],
+)
+def test_without_a_terminal_changes_are_told_in_lines_until_nothing_runs(sweep, end, told):
+    stream, later = io.StringIO(), threading.Timer(0.5, end, [sweep / "2"])
     later.start()
     follow(sweep, Console(None, stream=stream))
     later.join()
     first, second, third = stream.getvalue().splitlines()
     assert first == "job 2 running: optimizer.lr=0.3"
     assert second.startswith("1 of 4 jobs finished, 1 running")
-    assert third.startswith("job 2 failed: optimizer.lr=0.3: out of memory; log: ")
+    assert third.startswith(f"job 2 {told}; log: ")
     assert "again: python -m runner train epochs=8 optimizer.lr=0.3 seed=0" in third
 
 

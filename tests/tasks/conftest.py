@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +18,9 @@ def _trusted(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def printed(accepted: Callable[..., Any]) -> Callable[..., Any]:
+def printed(json_of: Callable[..., Any]) -> Callable[..., Any]:
     """What a verb that succeeds prints with `json=true`: `printed("eval", "ckpt_path=last")["metrics"]`."""
-    return lambda *words: json.loads(accepted(*words, "threads=1", "json=true").out)
+    return lambda *words: json_of(*words, "threads=1")
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_a_detector_trains_logs_its_losses_and_is_evaluated_for_each_class(
     train: Callable[..., Any], printed: Any
 ) -> None:
     result = train(*TINY, "ema=0.5", "epochs=1")
-    steps = [record for record in result.metrics if record["split"] == "train"]
+    steps = result.logged("train")
     for record in steps:
         parts = [record[name] for name in ("classification", "bbox_regression", "bbox_ctrness")]
         assert record["loss"] == pytest.approx(sum(parts), rel=1e-5)

@@ -36,7 +36,7 @@ def test_a_student_learns_from_a_teacher_that_stays_as_it_is(
 ) -> None:
     words = (*STUDENT, f"init_from={{teacher: {teacher}}}", "epochs=2")
     whole = train(*words)
-    steps = [record for record in whole.metrics if record["split"] == "train"]
+    steps = whole.logged("train")
     assert all(each["loss"] == pytest.approx(0.9 * each["outputs"] + 0.1 * each["classes"]) for each in steps)
     assert steps[-1]["outputs"] < 0.8 * steps[0]["outputs"], "nothing was learned"
     best = load_file(teacher / "checkpoints" / "best.safetensors")
@@ -61,7 +61,7 @@ def test_layers_of_other_widths_and_sizes_are_compared(train: Callable[..., Any]
         f"init_from={{teacher: {teacher}}}", "log.every_steps=1", "task.features_weight=10",
     )  # fmt: skip
     result = train(*words, f"task.features={{{layers[0]}: {layers[-1]}}}", "max_steps=8")
-    steps = [record for record in result.metrics if record["split"] == "train"]
+    steps = result.logged("train")
     parts = [0.9 * each["outputs"] + 0.1 * each["classes"] + 10 * each["features"] for each in steps]
     assert [each["loss"] for each in steps] == pytest.approx(parts, rel=1e-4)
 

@@ -91,7 +91,7 @@ def agrees(cell: Any, value: Any) -> None:
 
 def test_the_transformer_of_words_learns(train: Callable[..., Any]) -> None:
     words = (CONF, "experiment=word_language_model", *RUNS["word_language_model"], "model=word_transformer")
-    found = train(*words, "optimizer.lr=5").metrics
+    found = train(*words, "optimizer.lr=1").metrics  # the text is a page of the documentation, which changes
     first, *_, last = (line["loss"] for line in found if line["split"] == "val")
     assert last < first
 

@@ -47,14 +47,9 @@ def conf(workdir: Path) -> None:
         (workdir / "conf" / f"{name}.yaml").write_text(f"# Two.\n# train\ndefaults:\n{text}", encoding="utf-8")
 
 
-def weights_of(result: Any) -> dict[str, torch.Tensor]:
-    saved = load_file(result.directory / "checkpoints" / "last.safetensors")
-    return {name: value for name, value in saved.items() if name.endswith(("weight", "bias")) and "/" not in name}
-
-
 def test_a_gan_trains_as_a_loop_by_hand_does(train: Callable[..., Any]) -> None:
-    found = weights_of(train(*SEVERAL, *EXACT, "grad_clip.norm=0.5"))
-    start = weights_of(train(*SEVERAL, *EXACT, *STILL))
+    found = train(*SEVERAL, *EXACT, "grad_clip.norm=0.5").last["model"]
+    start = train(*SEVERAL, *EXACT, *STILL).last["model"]
     generator, discriminator = torch.nn.Linear(8, 64), torch.nn.Linear(64, 1)
     for name, network in (("model", generator), ("discriminator", discriminator)):
         network.double().load_state_dict({key: start[f"{name}.{key}"] for key in ("weight", "bias")})
@@ -84,9 +79,8 @@ def test_ranks_and_accumulation_train_the_weights_of_one_large_batch(
     small = ("accumulate=3", "data.batch_size=5")
     one, *others = (train(*words, *EXACT, *each) for each in ((), ("devices=2",), small, ("devices=2", *small)))
     for other in others:
-        for name, value in weights_of(one).items():
-            torch.testing.assert_close(weights_of(other)[name], value, rtol=0, atol=1e-10)
-        logged = [[record["loss"] for record in each.metrics if record["split"] == "train"] for each in (one, other)]
+        torch.testing.assert_close(other.last["model"], one.last["model"], rtol=0, atol=1e-10)
+        logged = [[record["loss"] for record in each.logged("train")] for each in (one, other)]
         assert logged[0] == pytest.approx(logged[1], abs=1e-10)
 
 
@@ -102,7 +96,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
 
 
 def test_each_optimizer_has_its_rate_schedule_and_loss(train: Callable[..., Any]) -> None:
-    records = [each for each in train(*SEVERAL, "scheduler=two").metrics if each["split"] == "train"]
+    records = train(*SEVERAL, "scheduler=two").logged("train")
     rates = {each["epoch"]: (each["lr_generator_0"], each["lr_discriminator"]) for each in records[:-1]}
     assert rates == {1: (0.01, 0.05), 2: (0.005, 0.05)}
     assert all(each["loss"] == pytest.approx(each["discriminator"] + each["generator"]) for each in records)
@@ -122,19 +116,11 @@ def test_skipped_steps_leave_no_trace_in_any_network(train: Callable[..., Any]) 
 
 
 def test_an_optimizer_may_be_updated_twice_in_a_step_and_frozen_for_a_while(train: Callable[..., Any]) -> None:
-    words = (
-        *SEVERAL,
-        "task._target_=own_networks.Repeated",
-        "+task.times=2",
-        "+task.small=2",
-        "amp=fp16",
-        "grad_clip.norm=1.0",
-        "max_steps=4",
-        "epochs=1",
-    )
-    frozen = weights_of(train(*words, "freeze=[discriminator]", "unfreeze_at=1ep"))
-    start = weights_of(train(*words, *STILL))
-    free = weights_of(train(*words))
+    words = (*SEVERAL, "task._target_=own_networks.Repeated", "+task.times=2", "+task.small=2")
+    words += ("amp=fp16", "grad_clip.norm=1.0", "max_steps=4", "epochs=1")
+    frozen = train(*words, "freeze=[discriminator]", "unfreeze_at=1ep").last["model"]
+    start = train(*words, *STILL).last["model"]
+    free = train(*words).last["model"]
     assert frozen["discriminator.weight"].equal(start["discriminator.weight"])
     assert not free["discriminator.weight"].equal(start["discriminator.weight"])
     assert not frozen["model.weight"].equal(start["model.weight"])
@@ -144,8 +130,8 @@ def test_modules_start_from_those_of_another_run(train: Callable[..., Any]) -> N
     first = train(*SEVERAL, "epochs=1")
     second = train(*SEVERAL, *STILL, f"init_from={{discriminator: {first.directory}}}")
     best = load_file(first.directory / "checkpoints" / "best.safetensors")
-    assert weights_of(second)["discriminator.weight"].equal(best["discriminator.weight"])
-    assert not weights_of(second)["model.weight"].equal(best["model.weight"])
+    assert second.last["model"]["discriminator.weight"].equal(best["discriminator.weight"])
+    assert not second.last["model"]["model.weight"].equal(best["model.weight"])
 
 
 def test_a_task_may_have_no_best_evaluation(train: Callable[..., Any], printed: Any, refused: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from extended import some
 from extras import needs
 
 from runner.base.errors import UserError
@@ -99,8 +100,10 @@ def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (workdir / "deep").mkdir()
     for path in ("short.py", "deep/short.py"):
         (workdir / path).write_text(FILE)
-    one = "from short import data\nclass A:\n    def training_step(self): ...\nclass B(A): ...\nmodel = A\n"
-    (workdir / "one.py").write_text(one)
+    step = "class T(T):\n    def training_step(self): ...\n"
+    (workdir / "named.py").write_text(f"from other import T, model\nclass Views: ...\ndata = Views\n{step}")
+    (workdir / "made.py").write_text(f"data = [1, 2]\n{step}")
+    (workdir / "one.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\n")
     monkeypatch.syspath_prepend(str(workdir))
     for name in ("short", "deep", "deep.short"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -124,18 +127,18 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
 
 
 @pytest.mark.parametrize(("words", "expected"), [
-    (["task=short.py:Base"], "task=own task._target_=short.Base name=short trust=[short] loss=none model=own "
+    (["task=short.py:Base"], "task=null task._target_=short.Base name=short trust=[short] loss=none model=null "
      "model._target_=short.model data=own data.dataset._target_=short.data transform=none data.images=[]"),
     (["task=deep/short.py:Short", "data=digits", "name=here", "trust=[deep,mine]", "model=mlp"],
-     "task=own task._target_=deep.short.Short loss=none data=digits name=here trust=[deep,mine] model=mlp"),
+     "task=null task._target_=deep.short.Short loss=none data=digits name=here trust=[deep,mine] model=mlp"),
     (["task=short.py:Short", "loss=mse", "transform=standard", "data.images=[image]"],
-     "task=own task._target_=short.Short name=short trust=[short] model=own model._target_=short.model data=own "
+     "task=null task._target_=short.Short name=short trust=[short] model=null model._target_=short.model data=own "
      "data.dataset._target_=short.data loss=mse transform=standard data.images=[image]"),
     (["task=short.py:Other", "data=digits", "model=mlp"],
-     "task=own task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
-    (["task=one.py"], "task=own task._target_=one.B name=one trust=[one] loss=none model=own model._target_=one.model "
-     "data=own data.dataset._target_=one.data transform=none data.images=[]"),
+     "task=null task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
+    (["task=named.py", "ckpt_path=null"], "task=null task._target_=named.T name=named trust=[named] loss=none model=null "
+     "model._target_=named.model data=own data.dataset._target_=named.data transform=none data.images=[] ckpt_path=null"),
     (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),
 ])  # fmt: skip
 def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: list[str], expected: str) -> None:
@@ -149,6 +152,7 @@ def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: 
     ("task=broken.py", "broken.py, line 1"),
     ("task=../short.py", "below the current folder"),
     ("task=my-task.py", "names that Python can import"),
+    ("task=made.py", "'data' of made.py is a value"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_meant_is_a_sentence(word: str, reason: str, rejected: Any, folder: Path) -> None:
     (folder / "two.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\nclass C(A): ...\n")
@@ -165,11 +169,11 @@ PAIRS = ("model._target_=short.Pairs",)
 
 
 @needs("export")
-@pytest.mark.parametrize(("words", "inputs", "outputs"), [
+@pytest.mark.parametrize(("words", "inputs", "outputs"), some([
     (("task=short.py:Short",), {"input": [64]}, {"outputs": [4]}),
     (TEXTS, {"tokens": [64], "mask": [64]}, {"sum": [3], "twice": [64]}),
     (("task=short.py:OfPairs", *PAIRS), {"one": [64], "other": [64]}, {"outputs_0": [3], "outputs_1": [3]}),
-])  # fmt: skip
+], 1, several=True))  # fmt: skip
 def test_any_tensors_are_exported_by_name(
     words: tuple[str, ...], inputs: Any, outputs: Any, train: Callable[..., Any], printed: Any
 ) -> None:
@@ -182,6 +186,12 @@ def test_any_tensors_are_exported_by_name(
         (name, size) for name in ("safetensors", "torch_export", "onnx", "torchscript") for size in (1, 5)
     }
     assert max(row["max_rel"] for row in record["comparison"]) < 1e-5
+
+
+def test_a_run_that_is_never_evaluated_needs_no_scalar(train: Callable[..., Any], folder: Path) -> None:
+    (folder / "short.py").write_text(FILE + "\nclass Best(Base):\n    monitor, mode = 'val/best', 'max'\n")
+    words = ("task=short.py:Best", "evaluate.every_epochs=null", "evaluate.test=false")
+    assert train(*QUICK, *words).summary["best"] is None
 
 
 @pytest.mark.parametrize(("words", "given", "key", "reason"), [

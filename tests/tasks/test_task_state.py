@@ -78,7 +78,7 @@ def test_trials_change_no_attribute_and_one_warning_names_those_of_a_step(train:
     (warning,) = [line for line in (counts.out + counts.err).splitlines() if "attributes" in line]
     assert "step, seen, noise, recent" in warning
     assert "state_dict" in warning
-    losses = [each["loss"] for each in counts.metrics if each["split"] == "val"]
+    losses = [each["loss"] for each in counts.logged("val")]
     assert 7 < losses[0] < 10 < 14 < losses[1] < 17, "7 steps an epoch were counted"
 
 

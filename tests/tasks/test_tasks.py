@@ -44,7 +44,7 @@ def test_a_regression_trains_and_is_judged_by_its_error(train: Any) -> None:
     assert set(result.summary["test"]) == {"loss", "mae", "rmse"}
     assert result.summary["best"]["metric"] == "val/mae"
     assert result.summary["best"]["mode"] == "min"
-    errors = [record["mae"] for record in result.metrics if record["split"] == "val"]
+    errors = [record["mae"] for record in result.logged("val")]
     assert result.summary["best"]["value"] == min(errors)
     assert errors[-1] < 0.8 * errors[0], "nothing was learned"
     for record in result.metrics:
@@ -84,27 +84,16 @@ class EvenOrOdd:
     assert "my_task.EvenOrOdd" in config
 
 
-def test_metrics_can_be_chosen_in_the_config(train: Any) -> None:
-    words = (
-        "+metrics.top2._target_=torchmetrics.classification.MulticlassAccuracy",
-        "+metrics.top2.top_k=2",
-        "+metrics.top2.average=micro",
-        "+metrics.accuracy._target_=torchmetrics.classification.MulticlassAccuracy",
-        "+metrics.accuracy.average=micro",
-        "checkpoint.monitor=top2",
-    )
-    result = train(*SMALL, *words, "data.dataset.classes=4")
-    assert set(result.summary["last"]) == {"loss", "accuracy", "top2"}
-    assert result.summary["last"]["top2"] >= result.summary["last"]["accuracy"]
-    assert result.summary["best"]["metric"] == "val/top2"
-
-
-def test_a_metric_of_the_config_is_in_addition_to_those_of_the_task(train: Any) -> None:
-    result = train(
-        *SMALL, "+metrics.f1._target_=torchmetrics.classification.MulticlassF1Score", "data.dataset.classes=4"
-    )
-    assert set(result.summary["last"]) == {"loss", "accuracy", "f1"}
-    assert result.summary["best"]["metric"] == "val/accuracy"
+def test_metrics_of_the_config_replace_those_of_the_task_or_are_in_addition_to_them(train: Any) -> None:
+    kind = "_target_: torchmetrics.classification.Multiclass"
+    more = (f"+metrics.top2={{{kind}Accuracy, top_k: 2, average: micro}}", "checkpoint.monitor=top2")
+    chosen = train(*SMALL, "data.dataset.classes=4", f"+metrics.accuracy={{{kind}Accuracy, average: micro}}", *more)
+    assert set(chosen.summary["last"]) == {"loss", "accuracy", "top2"}
+    assert chosen.summary["last"]["top2"] >= chosen.summary["last"]["accuracy"]
+    assert chosen.summary["best"]["metric"] == "val/top2"
+    added = train(*SMALL, "data.dataset.classes=4", f"+metrics.f1={{{kind}F1Score}}")
+    assert set(added.summary["last"]) == {"loss", "accuracy", "f1"}
+    assert added.summary["best"]["metric"] == "val/accuracy"
 
 
 @pytest.mark.parametrize(("words", "warned"), [(("loss=mse",), True), ((), False)])

@@ -129,9 +129,11 @@ def test_what_a_resumed_run_logs_again_at_its_first_step_is_there_once_in_every_
 
 def test_a_metrics_file_that_somebody_else_wrote_does_not_break_a_resumed_run(tmp_path):
     lines = ['{"global_step": 20}', '{"global_step": 20, "split": [1], "loss": {}, "x": 1e999, "y": 1' + 60 * "0" + "}"]
+    lines += ['{"global_step": 20, "split": "val", "large": 1e30}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     _log([Csv(), TensorBoard()], tmp_path, 20, [("train", {"loss": 1.0}, 30)])
     assert _scalars(tmp_path, "loss/train") == [(30, 1.0)]
+    assert _scalars(tmp_path, "large/val") == [(20, pytest.approx(1e30))]
 
 
 @pytest.mark.parametrize(
@@ -145,16 +147,16 @@ def test_a_client_that_is_not_installed_is_a_sentence_with_the_command(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("make", "settings"),
+    ("make", "settings", "reason"),
     [
-        (TensorBoard, {"flush_s": 0}),
-        (MLflow, {"wait_s": -1}),
-        (MLflow, {"tracking_uri": "localhost:50"}),
-        (MLflow, {"tracking_uri": "sqlit:///x.db"}),
+        (TensorBoard, {"flush_s": 0}, "flush_s must be at least 1, got 0"),
+        (MLflow, {"wait_s": -1}, "wait_s"),
+        (MLflow, {"tracking_uri": "localhost:50"}, "tracking_uri"),
+        (MLflow, {"tracking_uri": "sqlit:///x.db"}, "tracking_uri"),
     ],
 )
-def test_values_without_a_meaning_are_refused(make, settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
+def test_values_without_a_meaning_are_refused(make, settings, reason):
+    with pytest.raises(ValueError, match=reason):
         make(**settings)
 
 

@@ -147,8 +147,9 @@ def large(folder: Path) -> Path:
 def test_an_image_with_more_pixels_than_allowed_is_refused_skipped_or_listed(
     large: Path, train: Any, run: Any, rejected: Any
 ) -> None:
-    refused = rejected("train", *ON_FOLDER, "threads=1", "data.max_pixels=35", "data.cache=disk").err
-    assert [part for part in LARGE if part not in refused] == []
+    for words in ("data.num_workers=1", "data.cache=disk"):
+        refused = rejected("train", *ON_FOLDER, "threads=1", "data.max_pixels=35", words).err
+        assert [part for part in LARGE if part not in refused] == []
     result = train(*ON_FOLDER, "data.max_pixels=35", "data.on_error=skip")
     assert result.summary["skipped"] == 1
     assert all(part in " ".join(result.out.split()) for part in LARGE[:3])

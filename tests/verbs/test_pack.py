@@ -318,7 +318,8 @@ def test_ctrl_c_and_the_death_of_a_worker_end_a_pack_with_a_sentence_and_the_com
         else:
             workers[0].kill()
         assert program.wait(60) == status
-        said = "".join(program.communicate())
+        out, err = program.communicate()
+        said = err if status == 1 else out + err
         assert re.search(sentence, said), said
         assert "Traceback" not in said
         assert not list(Path("out").rglob("*.tmp"))

@@ -43,34 +43,12 @@ def test_every_key_of_training_has_a_comment(capsys: pytest.CaptureFixture[str])
     assert [text.splitlines()[0] for text in shown if "  # " in text] == single
 
 
-def test_a_wrong_key_is_refused_with_the_nearest_one(rejected: Any) -> None:
-    result = rejected("show", "optimizer.lrr")
-    assert "did you mean 'optimizer.lr'?" in result.err
-
-
-def test_a_copied_option_is_ones_own(accepted: Any, train: Any, workdir: Path) -> None:
+def test_a_copied_option_is_ones_own(accepted: Any, rejected: Any, train: Any, workdir: Path) -> None:
     result = accepted("copy", "model=mlp", "mine")
+    assert "exists already" in rejected("copy", "model=mlp", "mine").err
     path = workdir / "mine/model/my_mlp.yaml"
     assert result.out.splitlines()[-1] == "mine/model/my_mlp.yaml"
     path.write_text(path.read_text().replace("hidden: [128]", "hidden: [12]"))
     trained = train("--config-dir", "mine", "model=my_mlp", "epochs=1", "max_steps=1", "tags=[first]", "notes=a try")
     assert "hidden: [12]" in (trained.directory / "config.yaml").read_text()
     assert (trained.summary["tags"], trained.summary["notes"]) == (["first"], "a try")
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("model=mlp",), "needs an option and a folder"),
-        (("model=mlpp", "mine"), "model has no option 'mlpp'"),
-        (("modle=mlp", "mine"), "there is no group 'modle'"),
-        (("model=mlp", "mine", "--name", "vit_tiny"), "has an option 'vit_tiny' already"),
-        (("model=mlp", "/proc/nowhere"), "cannot write"),
-    ],
-)
-def test_mistakes_with_copy_are_refused(run: Any, rejected: Any, words: tuple[str, ...], reason: str) -> None:
-    result = rejected("copy", *words)
-    assert reason in result.err
-    run("copy", "model=mlp", "mine")
-    again = rejected("copy", "model=mlp", "mine")
-    assert "exists already" in again.err

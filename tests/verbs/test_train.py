@@ -182,11 +182,8 @@ class Bad:
 """
 
 
-def test_a_logger_whose_methods_raise_costs_a_warning_each(
-    accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workdir / "bad_logger.py").write_text(BAD_LOGGER)
-    monkeypatch.syspath_prepend(workdir)
+def test_a_logger_whose_methods_raise_costs_a_warning_each(accepted: Any, own_module: Any) -> None:
+    own_module("bad_logger", BAD_LOGGER)
     result = accepted("train", *SMALL, "threads=1", "logger=none", "+logger.bad._target_=bad_logger.Bad")
     for method in ("open", "log", "flush", "close", "finish"):
         [line] = [

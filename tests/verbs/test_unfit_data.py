@@ -127,10 +127,10 @@ REFUSED = {
     "inf to regress in val": (on("numbers=NUMBERS", *REGRESSION, val="numbers=put(NUMBERS, 9, INF)"), "sample 9 of 'val' is inf"),
     "several numbers to regress": (on("numbers=THREE", *REGRESSION, "task.num_outputs=2"), "is 2, but the data says 3"),
     "nan of several numbers": (on("numbers=put(THREE, 9, NAN)", *REGRESSION), "sample 9 of 'train' is [nan, nan, nan]"),
-    "targets too short": (on("targets=CLASSES[:-2]"), "data.dataset: its attribute targets has 40 entries for 42 samples of"),
-    "targets too short, plain": (on("targets=CLASSES[:-2]", "data.split.stratified=false"), "has 40 entries for 42 samples of 't"),
+    "targets too short": (on("targets=CLASSES[:-2]"), "its attribute targets has 40 entries for 42 samples of 'train'"),
+    "targets too short, plain": (on("targets=CLASSES[:-2]", "data.split.stratified=false"), "40 entries for 42 samples of 'train'"),
     "targets too short in val": (on("", val="targets=CLASSES[:-2]"), "targets has 40 entries for 42 samples of 'val'"),
-    "ragged targets": (on("labels=put(CLASSES, 30, HOT[0]), show=False"), "targets of one batch have different shapes, such as ()"),
+    "ragged targets": (on("labels=put(CLASSES, 30, HOT[0]), show=False"), "batch have different shapes, such as () and (3,)"),
     "word as target": (on('labels=put(CLASSES, 30, "cat"), show=False'), "data.dataset: a target is 'cat', which is not a number"),
     # classes
     "classes in another order": (on("", val='classes=("b", "a", "c")'), "data.dataset: class 0 is 'b' in 'val' and 'a' in 'train'"),

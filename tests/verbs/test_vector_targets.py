@@ -53,9 +53,8 @@ TRUST = ("trust=[vector_sets]", "threads=1")
 
 
 @pytest.fixture(autouse=True)
-def sets(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workdir / "vector_sets.py").write_text(SETS)
-    monkeypatch.syspath_prepend(str(workdir))
+def sets(own_module: Any) -> None:
+    own_module("vector_sets", SETS)
 
 
 @pytest.fixture

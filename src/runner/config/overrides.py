@@ -118,9 +118,9 @@ def check_overrides(words: Sequence[str], schema: type, sources: Sources, multir
                 # Spelled out, as Hydra would also take parts of options, whose names begin with `_`
                 names = value.filter(groups[key])
                 bare = f"{key}={','.join(name if name.isidentifier() else repr(name) for name in names)}"
-            elif isinstance(value, int | float):  # a name such as nan is a number to Hydra
+            elif isinstance(value, int | float) and not deletes:  # a name such as nan is a number to Hydra
                 bare = f"{key}='{value}'"
-            elif value in (None, [None]) and not deletes:  # Hydra takes null in files only
+            elif value in (None, [None], "null", ["null"]) and not deletes:  # Hydra takes null in files only
                 bare, deletes = key, True
             word = f"{'~' * deletes}{bare}"
         elif not (deletes or keys.is_of_hydra(key)):

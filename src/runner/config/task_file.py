@@ -34,14 +34,14 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     module = ".".join(file.with_suffix("").parts)
     if not all(part.isidentifier() for part in module.split(".")):
         allowed = "a path below the current folder, of names that Python can import, such as my_folder/my_task.py"
-        raise UserError("task", f"names the file {file}", allowed)
+        raise UserError("task", f"{file} cannot be imported by its path", allowed)
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError("task", f"cannot read {file}: {error}") from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     if not name:  # of several, the class is meant that no other one builds on
-        bases = {base for each in classes.values() for base in _bases(each)}
+        bases = {base for each, node in classes.items() for base in _bases(node) if base != each}
         steps = [each for each in classes if _STEPS & _methods(classes, each) and each not in bases]
         if len(steps) != 1:
             allowed = (
@@ -55,17 +55,23 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     given, own, target = {key_of(word) for word in words}, _methods(classes, name), f"{module}.{name}"
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     # Other names of functions and classes: `data = Views`, and `from my_data import data`
-    renamed = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Name)]
-    top |= {ast.unparse(each) for node in renamed for each in node.targets}
     top |= {each.asname or each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
+    for node in (node for node in tree.body if isinstance(node, ast.Assign)):
+        for each in map(ast.unparse, node.targets):
+            if each in ("data", "model") and not isinstance(node.value, ast.Name | ast.Attribute) and each not in given:
+                allowed = f"a function or a class: def {each}(): ..."
+                raise UserError("task", f"'{each}' of {file} is a value", allowed)
+            top.add(each)
     # Who names the file runs it
     written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
-    if "ckpt_path" not in given:  # which has all arguments
-        written = {"task": "own", **written}
+    if all(
+        word in ("ckpt_path=", "ckpt_path=null") for word in words if key_of(word) == "ckpt_path"
+    ):  # else it has all
+        written = {"task": "null", **written}
         if own & _STEPS and not says("loss", words):
             written["loss"] = "none"
         if "model" in top and "model" not in given:
-            written |= {"model": "own", "model._target_": f"{module}.model"}
+            written |= {"model": "null", "model._target_": f"{module}.model"}
         if "data" in top and "data" not in given:
             written |= {"data": "own", "data.dataset._target_": f"{module}.data", "transform": "none"}
             written |= {"data.images": "[]"} if own & _STEPS else {}
@@ -82,4 +88,5 @@ def _methods(classes: dict[str, ast.ClassDef], name: str) -> set[str]:
         return set()
     node = classes[name]
     own = {each.name for each in node.body if isinstance(each, ast.FunctionDef)}
-    return own.union(*(_methods(classes, base) for base in _bases(node)))
+    others = {each: classes[each] for each in classes if each != name}  # a class may have the name of its imported base
+    return own.union(*(_methods(others, base) for base in _bases(node)))

@@ -30,6 +30,7 @@ from runner.instrument.nested import fields_of, mapped_items, tensors_in
 
 _MOST_CLASSES = 2**16  # numbered ones, in a data set that has fewer samples and no names for them
 _MEASURED = 2048  # images that statistics are measured on if they are read one by one
+_GIVEN = "data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
 
 
 def read_data(config: Train, device: torch.device, *, make_cache: bool = False, dtype: torch.dtype) -> DataModule:
@@ -201,9 +202,7 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
         # A single NaN in the data spoils every statistic, so its sample is named
         if not bool(chunk.isfinite().all()):
             problem = f"sample {index} of 'train' has values that are not finite, so nothing can be measured"
-            raise UserError(
-                "data.dataset", problem, "data.normalize.mean and data.normalize.std, such as [0.5] and [0.5]"
-            )
+            raise UserError("data.dataset", problem, _GIVEN)
         pixels = chunk.double() / (255 if chunk.dtype == torch.uint8 else 1)
         # Sums in float64: a large data set has more pixels than float32 can count.
         count += pixels.numel() // pixels.shape[1]
@@ -213,6 +212,9 @@ def _measured(made: DataModule) -> tuple[list[float], list[float]]:
         raise UserError("data.dataset", "no sample of 'train' on which data.normalize is measured can be read")
     mean = total / count
     std = (squares / count - mean.square()).clamp_min(0).sqrt()
+    if not bool((mean + std).isfinite().all()):
+        problem = "the mean or the standard deviation of 'train' is not finite, as its values are too large"
+        raise UserError("data.normalize", problem, _GIVEN)
     # A constant channel would be divided by zero
     std = torch.where(std > 0, std, torch.ones_like(std))
     return [round(value, 6) for value in mean.tolist()], [max(round(value, 6), 1e-6) for value in std.tolist()]

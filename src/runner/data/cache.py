@@ -151,7 +151,7 @@ class Cache:
         try:
             cached = _read(path, key)
             self._compare(cached, dataset)
-        except UserError:  # the data set cannot be read
+        except (UserError, MemoryError):  # the data set cannot be read
             raise
         except Exception as error:  # the files may hold anything
             return Opened(None, complaint=f"{path} was rebuilt: {reason_of(error)}")

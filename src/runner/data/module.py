@@ -234,6 +234,10 @@ class DataModule:
 
     def example_batch(self, samples: int) -> Batch:
         """A batch of so many copies of the first training samples, pairs without augmentation."""
+        if self.pairs:  # views of one image, as a batch that is tried may be as large as the device
+            image, target = (each.expand(samples, *each.shape[1:]) for each in self.example)
+            indices = torch.zeros(samples, dtype=torch.int64, device=self.device)
+            return Batch((self.train_for_eval.prepare(image, indices, 0), target), indices)
         items, indices = self.tried
         places = torch.arange(samples) % len(items)
         return self.train_for_eval.batch([items[place] for place in places.tolist()], indices[places])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -29,6 +30,11 @@ from runner.data.sources.masks import MaskFolder
 from runner.data.sources.shards import LocalShard, index_of, packed_index
 from runner.data.sources.tar_samples import LARGEST_CLASS, NO_IMAGES, Kind
 from runner.data.splits import Parts
+
+
+@functools.cache
+def _order(samples: int, seed: int, shuffle: bool) -> EpochOrder:
+    return EpochOrder(samples, seed, 0, shuffle=shuffle)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Packer:
     def write(self, split: str, number: int) -> list[str]:
         """Write a shard and its index; returns why images were skipped. Raises `UserError` as `sample`, or if it cannot write."""
         path, skipped, first = self.path(split, number), [], number * self.config.shard_samples
-        order = EpochOrder(len(self.parts[split][1]), self.config.seed, 0, shuffle=split == "train")
+        order = _order(len(self.parts[split][1]), self.config.seed, split == "train")
         samples = order.slice(first, first + self.config.shard_samples).tolist()
         with replacing(path) as file:
             tar = tarfile.TarFile(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT)

@@ -80,7 +80,9 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
     ahead = max(
         data.samples_a_batch + made.config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0
     )
-    arrays, bytes_ahead = holds_tensors(train), data.prefetch * ahead * sample_bytes
+    # Transforms of a sample may take long, unless the samples are images that batches are made of at once
+    arrays = isinstance(train, ImageArrays) or (holds_tensors(train) and not made.sample_train)
+    bytes_ahead = data.prefetch * ahead * sample_bytes
     choice = choose_num_workers(data.num_workers, len(indices), arrays=arrays, bytes_ahead=bytes_ahead)
     # The cache comes first, as images may be placed from it
     if data.cache is not None:
@@ -90,7 +92,7 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
                 allowed = f"data.cache=null, or batch transforms in transform.{key} instead"
                 raise UserError("data.cache", problem, allowed)
         new = _open_caches(made, choice.workers if make_cache else None)
-    elif data.cache_dir is not None and not (isinstance(train, ImageList) and train.indexed):
+    elif made.pairs and data.cache_dir is not None and not (isinstance(train, ImageList) and train.indexed):
         made.warnings.append("data.cache_dir has no effect: data.cache is null")
     if made.pairs:
         _place_images(made)
@@ -100,7 +102,7 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
     if made.in_memory is None or new:
         made.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         made.warnings += choice.warnings
-    made.warnings += _without_effect(made)
+    made.warnings += _without_effect(made) if made.pairs else []
 
 
 def holds_tensors(dataset: Dataset[Any]) -> bool:

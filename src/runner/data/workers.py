@@ -1,7 +1,7 @@
 """Batches read sample by sample, through worker processes or in this one; reports workers that die or hang.
 
-Uses private attributes of torch's DataLoader iterators (`_workers`, `_shutdown_workers`) and of its signal handling, nowhere
-else used; tests/data/test_worker_failures.py notices a change.
+Uses private attributes of torch's DataLoader iterators (`_workers`, `_shutdown`, `_shutdown_workers`), nowhere else used;
+tests/data/test_worker_failures.py notices a change.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import copy
 import signal
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import signal_handling
 
 from runner.base.errors import DataFailed, UserError
 from runner.base.signals import STOPPING, raising_after
@@ -42,12 +42,10 @@ _ADVICE = {
 }
 _PATIENCE_S = 2.0
 _END_S = 5.0
-_GONE_S = 10.0
+_LOOKS = 1000
 _IN_MAIN = "data.num_workers=0, which reads in the main process"
 _FROM_A_WORKER = "in DataLoader worker process"
-# torch's handler of SIGCHLD raises wherever the main process is when a worker dies, which would leave a step half done. It is
-# installed once a process, and this says that it is. torch's loader checks its workers every five seconds while it waits for them.
-signal_handling._SIGCHLD_handler_set = True
+_OF_TORCH = "torch.utils.data._utils.signal_handling"
 
 
 class _Requests:
@@ -182,29 +180,24 @@ class WorkerLoader(Loader):
                 self._iterator = None if self._iterator is iterator else self._iterator
 
     @contextlib.contextmanager
-    def _watched(self, pending: deque[Tensor], seconds: float | None) -> Iterator[None]:
-        """Wait for workers; raises `DataFailed` if one is dead, or nothing comes in so many seconds, whatever is waited for.
-
-        torch's own timeout covers an empty queue only. A tensor arrives as a message, and its memory as a file descriptor that a
-        thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever.
-        """
-        limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        timed = self.workers and seconds is not None and threading.current_thread() is threading.main_thread()
-        # The user's own timer must not be replaced
-        if timed and not signal.getitimer(signal.ITIMER_REAL)[0]:
-            limit = raising_after(seconds or 0, _TimedOut)
+    def _watched(self, pending: deque[Tensor], timeout_s: float | None) -> Iterator[None]:
+        """Wait for workers; raises `DataFailed` if one dies or nothing comes."""
+        if not self.workers:
+            yield
+            return
         try:
-            with limit:
+            with _wait_for_batch(timeout_s):
                 yield
+        # The workers themselves tell more than the error of torch
         except (RuntimeError, OSError, EOFError) as error:
-            failed = _failure_of(getattr(self._iterator, "_workers", ()), error)
-            if failed is None and not isinstance(error, _TimedOut):
+            failure = _describe_failure([loader._iterator for loader in _LOADERS], error)
+            if failure is None and not isinstance(error, _TimedOut):
                 raise
             # After a failure no worker can be trusted to end by itself.
             _kill(self._iterator)
             self.close()
-            if failed is not None:
-                raise failed from error
+            if failure is not None:
+                raise DataFailed("data.num_workers", failure[0], failure[1]) from error
             # The samples that were requested first are those that a worker hangs on
             samples = sample_of(pending[0]).tolist() if pending else []
             shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
@@ -220,28 +213,87 @@ class WorkerLoader(Loader):
         self._iterator = self._loader._iterator = None
 
 
+class _Listener:
+    """Replaces torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
+
+    That would leave a step half done, and an exception raised in a callback of the garbage collector is lost. So it is
+    deferred until the next batch is requested; while one is waited for, torch's loader checks its workers every five seconds.
+    """
+
+    def __init__(self, handler: Any, before: Any) -> None:
+        self._handler, self._before = handler, before
+        self._missed = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._missed = True
+        if callable(self._before):
+            self._before(number, frame)
+
+    def catch_up(self) -> None:
+        """Raise now for a worker that died in the meantime."""
+        if self._missed:
+            self._missed = False
+            self._handler(signal.SIGCHLD, None)
+
+
 class _TimedOut(RuntimeError):
     """No batch came from the workers in time."""
 
 
-def _failure_of(workers: Sequence[Any], error: Exception) -> DataFailed | None:
-    """What is wrong with the workers of an iterator, if anything is; `error` is what was raised while a batch was waited for."""
+@contextlib.contextmanager
+def _wait_for_batch(seconds: float | None) -> Iterator[None]:
+    """Wait for workers, or start them, outside of the main thread without any of these checks.
+
+    Raises RuntimeError if one is dead or dies in the meantime, and `_TimedOut` after so many seconds, whatever is waited for:
+    torch's own timeout covers an empty queue only. A tensor arrives as a message, and its memory as a file descriptor that a
+    thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever. There is no
+    limit while user code runs a timer (`signal.setitimer`).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Torch installs its handler when the first workers start, which happens inside of this block.
+    before = signal.getsignal(signal.SIGCHLD)
+    limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    # The user's own timer must not be replaced
+    if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
+        limit = raising_after(seconds, lambda: _TimedOut(f"no data for {seconds:g} s"))
+    try:
+        if isinstance(before, _Listener):
+            before.catch_up()
+        with limit:
+            yield
+    finally:
+        # The handler of torch would raise anywhere in the main process, see `_Listener`
+        handler = signal.getsignal(signal.SIGCHLD)
+        if not isinstance(before, _Listener) and getattr(handler, "__module__", "") == _OF_TORCH:
+            signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
+
+
+def _describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
+    """The failure of a worker of any loader's iterator, and what is allowed; None if all are well.
+
+    `error` is what was raised while a batch was waited for.
+    """
     text = str(error)
-    if _FROM_A_WORKER in text:
-        # The usual failure in containers has advice of its own
-        if SHARED_MEMORY not in text:
-            return None
+    # The usual failure in containers has advice of its own
+    if _FROM_A_WORKER in text and SHARED_MEMORY in text:
         problem = f"a worker process cannot put a batch into shared memory: {text.strip().rpartition('Error: ')[2]}"
-        allowed = f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
-        return DataFailed("data.num_workers", problem, allowed)
-    # A broken connection is seen a moment before the process at its other end is gone
-    gone = connection.wait([worker.sentinel for worker in workers], 0 if isinstance(error, RuntimeError) else _GONE_S)
-    for number, worker in enumerate(workers):
-        if worker.sentinel in gone:
-            worker.join(_END_S)
-            problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
-            allowed = f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
-            return DataFailed("data.num_workers", problem, allowed)
+        return problem, f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
+    # Once an iterator ends its workers, they may have ended with status 0.
+    workers = [
+        (number, worker, not getattr(iterator, "_shutdown", True))
+        for iterator in iterators
+        for number, worker in enumerate(getattr(iterator, "_workers", ()))
+    ]
+    # A broken connection is seen a moment before the system reports that the process at its other end is gone.
+    broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in text
+    for _ in range(_LOOKS if broken else 1):
+        for number, worker, busy in workers:
+            if worker.exitcode or (worker.exitcode == 0 and busy):
+                problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
+                return problem, f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
+        time.sleep(0.01)
     return None
 
 
@@ -267,7 +319,7 @@ def _shut_down(iterator: Any) -> None:
         iterator._shutdown_workers()
         return
     # A worker that hangs in a read would block the end of the run
-    impatience = threading.Timer(_PATIENCE_S, _kill, (iterator,))
+    impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
     impatience.daemon = True
     impatience.start()
     try:
@@ -276,11 +328,16 @@ def _shut_down(iterator: Any) -> None:
         impatience.cancel()
         impatience.join()
     _kill(iterator)
-    for worker in iterator._workers:
-        worker.join(_END_S)
 
 
 def _kill(iterator: Any) -> None:
+    """Kill what is left of an iterator's workers."""
+    _send_sigkill(iterator)
+    for worker in getattr(iterator, "_workers", ()):
+        worker.join(_END_S)
+
+
+def _send_sigkill(iterator: Any) -> None:
     for worker in getattr(iterator, "_workers", ()):
         worker.kill()
 

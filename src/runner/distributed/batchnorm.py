@@ -54,7 +54,7 @@ class GlobalBatchNorm(_BatchNorm):
         if self.rows is None or not by_batch:
             return _BatchNorm.forward(self, input)
         own, samples = self.rows
-        if input.is_cuda and samples >= world().size:
+        if input.is_cuda and self.training and samples >= world().size:
             return nn.SyncBatchNorm.forward(self, input)  # type: ignore[arg-type]
         # Sums of squares overflow or lose digits in 16 bits
         wide = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input

@@ -42,6 +42,9 @@ def gather(tensor: Tensor) -> Tensor:
         UserError: if an optimizer step accumulates several batches, as no sample is compared with those of the others.
         ValueError: if the rows are not those of this rank's samples.
     """
+    if not isinstance(tensor, Tensor) or not tensor.ndim:
+        got = "a tensor without dimensions" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise ValueError(f"gather takes a tensor (B, ...), got {got}")
     if not _whole:
         problem = "is more than 1, and the loss compares all samples of an optimizer step by runner.gather"
         raise UserError("accumulate", problem, "1, with a larger data.batch_size, or more devices")

@@ -92,10 +92,10 @@ def gather_ranks(store: Store, name: str, timeout_s: float, value: str = "") -> 
         return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks[:_SHOWN])}{', ...' * (len(ranks) > _SHOWN)} of {size()}"
 
     # Say after a while who is missing: the usual cause is a command that was not started everywhere
-    if not appear(store, keys, silent_s):
+    if not _appear(store, keys, silent_s):
         if rank() == 0:
             print(f"waiting for {missing()}, up to dist.timeout_s={timeout_s:g}", file=sys.stderr, flush=True)
-        if not appear(store, keys, patience_s - silent_s):
+        if not _appear(store, keys, patience_s - silent_s):
             problem = f"{missing()} did not come within {timeout_s:g} s: not started, ended, or hanging"
             allowed = "the same command for every rank, whose own output says why it ends; a larger value if it is slow"
             raise RanksMissing("dist.timeout_s", problem, allowed)
@@ -142,7 +142,7 @@ def dismiss() -> None:
     with contextlib.suppress(RuntimeError):  # some ranks, or a launcher with the store, may be gone
         lead(None)
         if not _served_by_launcher():  # the store goes with this process
-            appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
+            _appear(_store(), [f"left/{other}" for other in range(1, size())], _LEAVING_S)
 
 
 @functools.cache
@@ -162,7 +162,7 @@ def _served_by_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def appear(store: Store, keys: list[str], seconds: float) -> bool:
+def _appear(store: Store, keys: list[str], seconds: float) -> bool:
     """Wait until a store has all keys; False if it has not after some seconds."""
     deadline = time.monotonic() + seconds
     while not store.check(keys):

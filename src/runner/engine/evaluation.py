@@ -107,7 +107,7 @@ class _Parts:
 
     def __init__(self, metrics: Mapping[str, Metric], ranks: World) -> None:
         self._metrics, self._ranks = metrics, ranks
-        self._totals: dict[str, Tensor] = {}
+        self._totals: dict[str, Tensor] | None = None
         self._samples: Any = 0
         self._kept: list[tuple[int, Any, dict[str, Tensor], dict[str, Any], Any]] = []
         self._merges = {name: merges(metric) for name, metric in metrics.items()} if ranks.size > 1 else {}
@@ -139,13 +139,15 @@ class _Parts:
         self._kept.append((number, size, wide, states, whole))
 
     def _add(self, sums: Mapping[str, Tensor], samples: Any) -> None:
-        if self._totals and sums.keys() != self._totals.keys():
-            problem = f"the evaluation gives {', '.join(self._totals)} for one batch and {', '.join(sums)} for another"
-            raise BadMetric(problem, "the same scalars for every batch")
+        totals = sums if self._totals is None else self._totals
+        if sums.keys() != totals.keys():
+            some, others = (", ".join(each) or "no scalar" for each in (totals, sums))
+            raise BadMetric(
+                f"the evaluation gives {some} for one batch and {others} for another", "the same for every batch"
+            )
         self._samples += samples
-        self._totals = {
-            name: self._totals[name] + value if name in self._totals else value for name, value in sums.items()
-        }
+        first = self._totals is None
+        self._totals = {name: value if first else totals[name] + value for name, value in sums.items()}
 
     def values(self, device: torch.device) -> dict[str, float]:
         """The means, and the metrics with a scalar value."""
@@ -155,7 +157,7 @@ class _Parts:
             raise BadMetric("there is no sample, or the weight of every batch is 0", "targets that count")
         values = {name: _number(name, metric.compute()) for name, metric in self._metrics.items()}
         scalars = {name: value for name, value in values.items() if value is not None}
-        return {name: float(total) / float(self._samples) for name, total in self._totals.items()} | scalars
+        return {name: float(total) / float(self._samples) for name, total in (self._totals or {}).items()} | scalars
 
     def _exchange(self, device: torch.device) -> None:
         found = self._ranks.gather((self.interrupted, list(self._metrics), tensors_moved(self._kept, "cpu")))

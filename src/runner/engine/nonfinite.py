@@ -35,12 +35,12 @@ class NonFiniteGuard:
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         self._parameters = list(kinds.values())  # a kernel takes gradients of one kind
-        # The kernel of GradScaler multiplies by 1, which changes no bit, and checks many gradients at once
-        self._has_kernel = all(device.type != "mps" and dtype.is_floating_point for device, dtype in kinds)
+        self._has_kernel = all(_has_kernel(*kind) for kind in kinds)
         self._divided = any(is_divided(parameter) for kind in self._parameters for parameter in kind)
         self._found = torch.zeros((), device=self._parameters[0][0].device)  # the flag, above 0 if it is up
-        self._one = torch.ones_like(self._found)
-        self._flags: list[Tensor] = []  # on the device, one of each step since `found` was asked
+        self._one, self._count = torch.ones_like(self._found), torch.zeros_like(self._found)
+        self._flags: list[Tensor] = []  # on the device, one of each step, where it falls again
+        self.steps = 0  # since `found` was asked
         # By name, as some models assign new tensors to their buffers
         modules = model.modules() if policy == "skip" else ()
         self._buffers = [(module, name) for module in modules for name, _ in module.named_buffers(recurse=False)]
@@ -58,15 +58,11 @@ class NonFiniteGuard:
         """A flag on the device, above 0 if the current step is skipped and training goes on; None where none ever is."""
         return self._found if self.policy == "skip" else None
 
-    @property
-    def steps(self) -> int:
-        """Number of steps since `found` was asked."""
-        return len(self._flags)
-
     def start(self) -> None:
         """Forget what was found, and keep the buffers as they are."""
         self._found.zero_()
-        self._flags = []
+        self._count.zero_()
+        self.steps, self._flags = 0, []
         for kept, buffer in zip(self._kept, self._now(), strict=True):
             kept.copy_(buffer)
 
@@ -90,21 +86,28 @@ class NonFiniteGuard:
 
     def stepped(self) -> None:
         """Note the outcome of a step."""
-        self._flags.append(self._found.clone())
-        if self.policy == "skip":
+        if self.policy == "raise":
+            self._count.add_(self._found)
+        else:
             # A skipped step must leave no trace: BatchNorm has already seen its batch
+            self._flags.append(self._found.clone())
             for kept, buffer in zip(self._kept, self._now(), strict=True):
                 buffer.copy_(torch.where(self._found > 0, kept, buffer))
                 kept.copy_(buffer)
             self._found.zero_()
+        self.steps += 1
 
     def found(self) -> list[int]:
         """The steps since the last call that were not finite, counted from 0; of `raise` the first one. Waits for the device."""
-        # One reading for all of them: `nonzero` would be a second one
-        flags = torch.stack(self._flags).tolist() if self._flags else []
-        self._flags = []
-        found = [index for index, flag in enumerate(flags) if flag]
-        return found if self.policy == "skip" else found[:1]
+        if self.policy == "raise":
+            bad = int(self._count)  # all steps since the first one
+            found = [self.steps - bad] if bad else []
+        else:
+            # One reading for all of them: `nonzero` would be a second one
+            flags = torch.stack(self._flags).tolist() if self._flags else []
+            found = [index for index, flag in enumerate(flags) if flag]
+        self.steps, self._flags = 0, []
+        return found
 
     def _now(self) -> list[Tensor]:
         """The buffers as they are."""
@@ -118,6 +121,7 @@ class NonFiniteGuard:
         for parameters in self._parameters:
             gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
             gradients = [grad if grad.layout is torch.strided else grad.coalesce().values() for grad in gradients]
+            # GradScaler's kernel checks all gradients in one call; a device without it checks them one by one
             if gradients and self._has_kernel:
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, self._one)
             elif gradients:
@@ -125,6 +129,16 @@ class NonFiniteGuard:
         # A rank sees only its part of each gradient, and all ranks have to skip together
         if self._divided:
             world().highest(self._found)
+
+
+def _has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if GradScaler's kernel works there: it multiplies by 1, which changes no bit, and checks many at once."""
+    try:
+        trial, gradient = torch.zeros((), device=device), torch.ones((), device=device, dtype=dtype)
+        torch._amp_foreach_non_finite_check_and_unscale_([gradient], trial, torch.ones_like(trial))
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return False
+    return True
 
 
 def _obeys_flag(optimizer: torch.optim.Optimizer) -> bool:

@@ -324,6 +324,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
                     found = moments[number].items()
                     fused = bool(own.get("fused"))
                     moments[number] = {name: _fitting(name, value, weight, fused) for name, value in found}
+        known = {number for group in groups for number in group["params"]}
+        for number, kept in moments.items():
+            for name, value in () if number in known else kept.items():
+                if isinstance(value, torch.Tensor) and (name in _MOMENTS or value.numel() != 1):
+                    raise ValueError(f"the optimizer's {name} belongs to weight {number!r}, which does not exist")
     optimizer.load_state_dict({**state, "state": moments, "param_groups": groups})
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)

@@ -198,6 +198,8 @@ def run(composition: Composition) -> float:
         exported = _Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
     with torch.inference_mode():
         outputs = _outputs(exported(*inputs.values()), samples)
+    if clash := sorted(inputs.keys() & outputs.keys()):
+        raise UserError("model", f"returns '{clash[0]}', which is the name of an input too", "another name")
     run_directory = from_checkpoint.run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
@@ -269,7 +271,7 @@ def _outputs(given: Any, samples: int) -> dict[str, Tensor]:
         several = isinstance(given, tuple | list)
         found = {f"{OUTPUT}_{place}": value for place, value in enumerate(given)} if several else {OUTPUT: given}
     for name, value in found.items():
-        if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
+        if not isinstance(value, Tensor) or value.shape[:1] != (samples,) or not value.numel() or value.is_complex():
             got = f"{type(value).__name__} {tuple(value.shape) if isinstance(value, Tensor) else ''}"
             problem = f"returns {got.strip()} as {name} for {samples} samples"
             allowed = "a model that returns a tensor (B, ...), or a dict or tuple of them"
@@ -289,7 +291,8 @@ def _inputs_of_samples(resolved: ResolvedCheckpoint[Export], task: Any, model: n
     """
     with contextlib.closing(resolved.data(_CPU)) as splits:
         data: Any = splits.evaluated_batch().data
-    names, own = resolved.config.data.images or [], inspect.signature(model.forward).parameters
+    names, forward = resolved.config.data.images or [], inspect.signature(model.forward).parameters
+    own = {name: each for name, each in forward.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
     if given := callable(getattr(task, "export_inputs", None)):
         with explaining("task", "its export_inputs cannot take a batch: "):
             data = task.export_inputs(data)
@@ -305,18 +308,22 @@ def _inputs_of_samples(resolved: ResolvedCheckpoint[Export], task: Any, model: n
         # Of what else there is in a batch, such as targets, a model takes nothing
         taken = len(values) if given else sum(each.default is each.empty for each in own.values())
         found = dict(zip(own, values[:taken], strict=False))
+    # An exported program takes its inputs by their places
+    places = [name for name, each in own.items() if each.kind != each.KEYWORD_ONLY]
     missing = [name for name, each in own.items() if each.default is each.empty and name not in found]
-    others = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    fits = not missing and list(found) == places[: len(found)] and len(found) > 0
     if resolved.config.include_preprocessing:
         raise UserError(
             "include_preprocessing", "is true, and the model does not take one field of images alone", "false"
         )
-    if missing or others:
+    if given and (len(data) if isinstance(data, Mapping) else len(values)) != len(found):
+        raise UserError("task", "its export_inputs gives what forward does not take", ", ".join(own))
+    if not fits or not all(isinstance(value, Tensor) and value.ndim for value in found.values()):
         problem = f"cannot tell the inputs of {type(model).__name__}: forward takes {', '.join(own)}, and a batch has "
         kinds = data.items() if isinstance(data, Mapping) else found.items()
         problem += ", ".join(f"{type(value).__name__} {name}" for name, value in kinds) or f"a {type(data).__name__}"
         allowed = "export_inputs(batch) of the task, which gives tensors (B, ...): one, a tuple, or a dict by the names of forward"
-        raise UserError("task", problem, allowed)
+        raise UserError("task", problem, f"{allowed}, without a gap")
     return DataFacts(resolved.classes, 0, (0, 0)), {name: found[name] for name in own if name in found}
 
 

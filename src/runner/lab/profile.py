@@ -190,7 +190,7 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     """Train a few steps as `train` does, without checkpoints and evaluations, and measure them."""
     found = Measurement(config, training.device, folder, tell)
     # Callbacks and logging are part of a step as `train` makes it, so they take part
-    extra = build_callbacks(config, training.task, training.monitor)
+    extra = build_callbacks(config, training.task, training.monitor, training.scalars)
     # The few steps of a profile are logged as rarely as those of the whole run
     whole = Limits(config.epochs, config.max_steps).total_steps(training.plan)
     every = max(1, whole // LINES) if config.log.every_steps == "auto" else config.log.every_steps

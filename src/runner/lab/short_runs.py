@@ -19,6 +19,7 @@ from runner.config.composition import Composition
 from runner.config.schema.train import Train
 from runner.config.space import text_of
 from runner.engine.loop import Loop
+from runner.instrument.nested import mapped_items
 from runner.runtime.hardware_metrics import core_wait, waited_for_core
 from runner.runtime.memory import peak_memory, reset_peak_memory
 
@@ -44,11 +45,15 @@ def words_of(composition: Composition, schema: type[Train], *others: str) -> lis
 
 
 def words_from(config: Train, folder: Path, *others: str) -> list[str]:
-    """The words that `train` needs for a validated config, which is written into a folder; weights are new."""
+    """The words that `train` needs for a validated config, which a folder gets; that of a checkpoint gets new weights."""
     plain = keys.to_plain(config)
-    values = {name: plain[name] for name in keys.hints(Train)} | {"ckpt_path": None, "init_from": None, "logger": {}}
-    # The weights are new, and a file is no reason to download others
-    values["model"] |= {"weights": None} if "weights" in values["model"] else {}
+    values: dict[str, Any] = {name: plain[name] for name in keys.hints(Train)} | {"ckpt_path": None, "logger": {}}
+    if config.ckpt_path is not None:
+        values |= {"init_from": None, "init_mismatch": "head"}
+        # A file is no reason to download other weights
+        values["model"] |= {"weights": None} if "weights" in values["model"] else {}
+    # Interpolations are resolved: what is left is text
+    values = mapped_items(values, str, lambda text: text.replace("${", r"\${"))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "short_run.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     quiet = [word for word in _QUIET if word != "logger=none"]  # the file has no groups

@@ -161,10 +161,13 @@ def _outcomes(store: Store, ranks: Sequence[BaseProcess], ended: set[int]) -> di
 
 def _rank(entry: Callable[[Any], float | None], job: Any) -> None:
     """What each process runs."""
-    with contextlib.suppress(RanksMissing):  # the launcher has been killed
-        outcome = take_part(functools.partial(entry, job), open_store(_ANSWERED_S))
-        if outcome.failed:
-            sys.exit(outcome.status)
+    try:
+        store = open_store(_ANSWERED_S)
+    except (RanksMissing, DistNetworkError) as error:  # the launcher, if it has not been killed, notices the status
+        sys.exit(f"error: {error}")
+    outcome = take_part(functools.partial(entry, job), store)
+    if outcome.failed:
+        sys.exit(outcome.status)
 
 
 def take_part(call: Callable[[], float | None], store: Store) -> Outcome:

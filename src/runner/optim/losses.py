@@ -140,7 +140,7 @@ class Focal(_ClassLoss):
         terms = -log_p * rest.pow(self.gamma)
         terms = terms if weight is None else terms * weight
         # Probabilities of a mixed batch: every class counts by its share
-        of_targets = terms * targets if targets.is_floating_point() else terms.gather(1, targets[:, None])[:, 0]
+        of_targets = terms * targets if targets.is_floating_point() else terms.gather(1, targets[:, None]).squeeze(1)
         return of_targets if reduction == "none" else of_targets.sum() / len(logits)
 
 

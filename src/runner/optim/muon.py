@@ -137,7 +137,7 @@ class Muon(Optimizer):
     becomes up to two, distinguished by the key "algorithm" ("muon" or "adamw"), each with its own "initial_lr".
 
     Args:
-        params: parameters, or groups of parameters. A group's "lr" applies to Muon; AdamW's is scaled
+        params: parameters, (name, parameter) pairs, or groups of either. A group's "lr" applies to Muon; AdamW's is scaled
             in the same proportion. A group's "weight_decay" applies to both.
         lr, momentum, nesterov, ns_steps, adjust_lr_fn: of Muon; None for `adjust_lr_fn` is "original".
         coefficients: of the Newton-Schulz iterations: "jordan" or "polar_express" (Amsel et al., arXiv:2505.16932).
@@ -195,9 +195,9 @@ class Muon(Optimizer):
         given = list(params)
         groups = given if given and isinstance(given[0], dict) else [{"params": given}]
         # Parameters are walked through twice, so an iterator becomes a list.
-        groups = [{**group, "params": list(group["params"])} for group in groups]
+        groups = [{**group, "params": _listed(group["params"])} for group in groups]
         # The head is a matrix too, but AdamW trains it
-        matrices = [weight for group in groups for weight in group["params"] if weight.ndim == 2]
+        matrices = [_tensor(item) for group in groups for item in group["params"] if _tensor(item).ndim == 2]
         self._head = matrices[-1] if matrices else None
         super().__init__(groups, {})
         self._connect()
@@ -206,13 +206,15 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, split into the matrices for Muon and the rest for AdamW."""
-        parts: dict[str, list[Tensor]] = {"muon": [], "adamw": []}
-        for weight in param_group["params"]:
-            is_hidden = weight is not self._head and (weight.ndim == 2 or (self._kernels and weight.ndim > 3))
-            parts["muon" if is_hidden else "adamw"].append(weight)
-        for algorithm, weights in parts.items():
-            if weights:
-                self._add_part(algorithm, {**param_group, "params": weights})
+        parts: dict[str, list[Any]] = {"muon": [], "adamw": []}
+        for item in _listed(param_group["params"]):
+            is_hidden = (tensor := _tensor(item)) is not self._head and (
+                tensor.ndim == 2 or (self._kernels and tensor.ndim > 3)
+            )
+            parts["muon" if is_hidden else "adamw"].append(item)
+        for algorithm, items in parts.items():
+            if items:
+                self._add_part(algorithm, {**param_group, "params": items})
         if self._parts:  # the constructor connects its groups itself
             self._connect()
 
@@ -274,3 +276,13 @@ class Muon(Optimizer):
             part.found_inf = getattr(self, "found_inf", None)  # type: ignore[attr-defined]
             part.step()
         return loss
+
+
+def _listed(params: Any) -> list[Any]:
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _tensor(item: Any) -> Tensor:
+    """The parameter of a parameter or a (name, parameter) pair."""
+    tensor: Tensor = item[1] if isinstance(item, tuple) else item
+    return tensor

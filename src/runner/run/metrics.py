@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from runner.base.errors import UserError, nearest
+from runner.config.rules import never_evaluates
 from runner.config.schema.train import Train
 from runner.config.targets import build, names_argument, resolve
 from runner.engine.callbacks import METHODS as CALLBACK
@@ -35,6 +36,10 @@ def choose_monitor(config: Train, task: Task, scalars: Sequence[str] = ()) -> Mo
     Raises `UserError` if there is no such metric, or neither it nor the config says which of its values are better.
     """
     if (own := task.monitor) is None and config.checkpoint.monitor is None:
+        return Monitor("", "min")
+    # A run that is never evaluated needs no metric
+    known = ("loss", *metric_names(config, task), *scalars)
+    if config.checkpoint.monitor is None and never_evaluates(config) and own.removeprefix("val/") not in known:
         return Monitor("", "min")
     named = config.checkpoint.monitor or own.replace("val/", f"val/{prefix(averaging(config))}", 1)
     metric = _full_name("checkpoint.monitor", named, config, task, scalars)

@@ -101,11 +101,20 @@ def _loss_and_terms(given: Any, step: str) -> tuple[Tensor, dict[str, Tensor]]:
 
 def _scalars(given: Mapping[str, Any], step: str, taken: Sequence[str] = ()) -> dict[str, Tensor]:
     """The further scalars beside the loss, which have no name that is reserved or taken."""
-    found = {name: torch.as_tensor(value) for name, value in given.items() if name != "loss"}
-    for name, value in found.items():
-        if value.ndim or name in (*_RESERVED, *taken):
-            problem = f"its {step} gives '{name}' of shape {tuple(value.shape)}"
-            raise UserError("task", problem, f"scalars of other names than {', '.join((*_RESERVED, *taken))}")
+    reserved, found = (*_RESERVED, *taken), dict[str, Tensor]()
+    for name, value in given.items():
+        if name == "loss":
+            continue
+        if name in reserved:
+            raise UserError("task", f"its {step} gives '{name}'", f"another name than {', '.join(reserved)}")
+        if isinstance(value, Tensor) and (value.ndim or value.is_complex()):
+            kind = f"of shape {tuple(value.shape)}" if value.ndim else "that is complex"
+            raise UserError("task", f"its {step} gives '{name}' {kind}", "a scalar, the mean over the batch")
+        if not isinstance(value, Tensor | float | int):
+            raise UserError(
+                "task", f"its {step} gives '{name}' as a {type(value).__name__}", "a scalar tensor or a number"
+            )
+        found[str(name)] = torch.as_tensor(value)
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from runner.base.errors import UserError, first_line
 from runner.config.keys import with_changes
 from runner.config.schema.train import Train
+from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
 from runner.engine.errors import is_out_of_memory
@@ -210,9 +211,9 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
     run = build(with_changes(config, {"data.batch_size": 2, "data.drop_last": True}))
     with contextlib.closing(run.data), run.state.freezing.as_at(None):  # training everything takes the most
         samples = run.data.train.samples
-        batch = run.data.example_batch(_MEASURED)
-        with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE), run.precision.autocast():
-            kept = bytes_for_backward(run.model, lambda: run.steps(batch.data))
+        with explaining_memory("data.batch_size", _MEASURED, _LESS_A_SAMPLE):
+            batch = run.data.example_batch(_MEASURED)
+            kept = bytes_for_backward(run.model, lambda: _loss(run, batch))
         kept += sum(tensor.nbytes for tensor in tensors_in(batch.data))
         each = max(1, int(_FOR_BACKWARD * kept / _MEASURED))
         # Workspaces and fragmentation grow with the model, so a part of the free memory is left alone
@@ -232,9 +233,9 @@ def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple
 
 
 def _fits(run: Run, size: int) -> bool:
-    """Whether there is memory for a step with batches of `size` samples."""
+    """Whether forward and backward of a batch go well."""
     try:
-        try_step(run, size)
+        _loss(run, run.data.example_batch(size)).backward()  # type: ignore[no-untyped-call]
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -243,6 +244,12 @@ def _fits(run: Run, size: int) -> bool:
         run.state.optimizer.zero_grad()
     torch.cuda.empty_cache()
     return True
+
+
+def _loss(run: Run, batch: Batch) -> Tensor:
+    """The loss of a batch with its graph, uncompiled: a variant of each size would count against torch's limit."""
+    with run.precision.autocast():
+        return run.step.objective(batch.data)
 
 
 def try_step(run: Run, size: int) -> Peak:

@@ -69,7 +69,7 @@ class Compilation:
 
     def on_step(self, loop: Any) -> None:
         """Take off what compiling took since the last step, and report the first time."""
-        (total, graphs, breaks), before = self.spent(), self._reported
+        total, before = float(self._utils.calculate_time_spent()["total_wall_time"] - self._before[0]), self._reported
         if total == before:
             return
         # Time spent on compiling is not training, or the throughput would look wrong
@@ -77,6 +77,7 @@ class Compilation:
         self._reported = total
         if before:
             return
+        _, graphs, breaks = self.spent()
         counts = f"{graphs} graph{'s' * (graphs != 1)}, {breaks} graph break{'s' * (breaks != 1)}"
         more = "; TORCH_LOGS=graph_breaks shows where" if breaks else ""
         self.line(f"compiled in {total:.1f} s by the end of step {loop.state.position.global_step}: {counts}{more}")

@@ -69,6 +69,8 @@ def opened_folder(root: Path, plan: Plan) -> Iterator[Path]:
     # Two processes with the same command at the same time must find one folder, not make two
     with contextlib.nullcontext() if named else _one_at_a_time(root):
         folder = named or (None if new else _same_sweep(root, plan)) or claim(root)
+        if holds_run(folder):
+            raise UserError("sweep.dir", f"cannot be {folder}: it holds a run", "another folder")
         make_folder(folder)
         try:
             # The lock says that a sweep runs here, and is gone with the process
@@ -155,7 +157,7 @@ class Sweep:
             raise UserError("sweep.dir", f"{ledger} is not a regular file", "another folder")
         self.ledger, plan = Ledger.read(self.folder), self.plan
         if self.ledger.torn:
-            self.say(f"{ledger}: its last line is incomplete, as after a crash, and does not count")
+            self.say(f"{ledger}: its last line is incomplete, as after a crash or on a full disk, and does not count")
         known = self.ledger.jobs
         for text in warning(str(self.folder), self.ledger.was):
             self.say(f"warning: {text}")

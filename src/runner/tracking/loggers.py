@@ -24,7 +24,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from runner.base.errors import first_line, require
 from runner.base.files import append, finite, write_atomically, writing
-from runner.base.reading import is_number
 from runner.base.secrets import mask_text
 from runner.tracking.formats import amount, clean
 from runner.tracking.run_files import copy_until, read_records
@@ -33,6 +32,7 @@ METRICS = "metrics.jsonl"
 _CSV_PAUSE = 100  # times the time that writing took, until the tables are written again
 _MOST_WAITING, _MOST_SENT = 10_000, 500  # rows in the queue, and passed on together
 _GROUPED_S = 1.0
+_LARGEST = 2.0**128  # of 32 bits, as TensorBoard stores numbers
 _LONGEST_PAUSE_S = 60.0  # between attempts that fail
 _IMPORTS = threading.RLock()
 # A process that is forked during an import would wait for ever once it imports the same module.
@@ -287,7 +287,8 @@ class Watched:
 class TensorBoard(Background):
     """Event files in `tensorboard/`, tags `loss/train`, `loss/val`: one chart a metric, the splits together.
 
-    A thread writes them with torch's `SummaryWriter`, once there is a row, because importing it takes time. A resumed run marks
+    A thread writes them with torch's `SummaryWriter`, once there is a row, because importing it takes time: in a resumed run at
+    its start, if there are values to write again. A resumed run marks
     the step that it continues from; TensorBoard hides what an earlier attempt logged from there on, and the values of that step
     that are still valid are written again.
 
@@ -325,7 +326,10 @@ class TensorBoard(Background):
             if record.pop("global_step") == resume_step:
                 split, epoch = str(record.pop("split", "")), record.pop("epoch", 0)
                 # JSON stores NaN as null; a directory may come from someone else
-                values = {name: value if is_number(value) else math.nan for name, value in record.items()}
+                known = {
+                    name: isinstance(value, float | int) and abs(value) < _LARGEST for name, value in record.items()
+                }
+                values = {name: float(value) if known[name] else math.nan for name, value in record.items()}
                 super().log(split, values, resume_step or 0, epoch)
 
     def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:

@@ -46,11 +46,13 @@ def lead(job: Any, config: Train, work: Callable[[], float | None]) -> float | N
     except Exception as error:
         # This rank may only have lost its partner: the first failure in the store is the cause
         if outcome_of(0, error).lost:
+            deadline = time.monotonic() + _REPORTED_S
             with contextlib.suppress(RuntimeError):  # the store is gone
-                store.appear(meeting, [f"ended/{other}" for other in range(1, store.size())], _REPORTED_S)
-                first = first_failure(reported(meeting, store.size()).values())
-                if first is not None and not first.lost:
-                    raise RankFailed(first) from error
+                while time.monotonic() < deadline:
+                    first = first_failure(reported(meeting, store.size()).values())
+                    if first is not None and not first.lost:
+                        raise RankFailed(first) from error
+                    time.sleep(0.1)
         raise
 
 

@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +138,7 @@ def test_failed_runs_and_unknown_settings_are_said() -> None:
     assert found.notes == ["optimizer.lr=9 is not in the baseline"]
 
 
-def test_the_command_line_saves_compares_and_exits_with_4(
-    many: Callable[[int], Path], run: Callable[..., Any], workdir: Path
-) -> None:
+def test_the_command_line_saves_compares_and_exits_with_4(many: Any, run: Any, workdir: Path) -> None:
     before = [str(many(20) / str(number)) for number in range(5)]
     assert run("report", *before, "save_baseline=baseline.json").status == 0
     same = run("report", *before, "against=baseline.json")
@@ -163,13 +160,13 @@ def test_the_command_line_saves_compares_and_exits_with_4(
     assert run("report", str(many(40) / "39"), "save_baseline=none.json").status == 2
 
 
-def test_a_run_notes_its_start_up_and_how_long_it_waited_for_a_core(train_once: Callable[..., Any]) -> None:
+def test_a_run_notes_its_start_up_and_how_long_it_waited_for_a_core(train_once: Any) -> None:
     found = train_once("model=small_cnn", "model.width=8", "epochs=1", "limit.train_batches=4").summary
     assert found["startup_s"] > 0
     assert 0 <= found.get("cpu_wait", 0) <= 1
 
 
-def test_the_workflow_of_a_new_project_is_a_ratchet(run: Callable[..., Any], workdir: Path) -> None:
+def test_the_workflow_of_a_new_project_is_a_ratchet(run: Any, workdir: Path) -> None:
     assert run("new", "project", "mine").status == 0
     content = yaml.safe_load(Path("mine/.github/workflows/runner.yml").read_text())
     [job] = content["jobs"].values()

@@ -151,9 +151,7 @@ def test_a_person_can_use_the_page(page_file: Path, browser: Any) -> None:
 
 
 @pytest.mark.parametrize("which", ["one run", "no metric", "text keys"])
-def test_a_page_of_few_runs_has_no_empty_promises(
-    which: str, many: Callable[[int], Path], tmp_path: Path, browser: Any
-) -> None:
+def test_a_page_of_few_runs_has_no_empty_promises(which: str, many: Any, tmp_path: Path, browser: Any) -> None:
     folder = tmp_path / "runs"
     numbers = {"one run": [0], "no metric": [39], "text keys": [0, 5]}[which]
     for number in numbers:

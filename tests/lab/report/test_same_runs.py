@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +208,7 @@ def test_a_run_that_was_continued_elsewhere_is_no_repetition_of_a_baseline(tmp_p
     assert (len(setting["runs"]), setting["failed"]) == (1, 0)
 
 
-def test_sweep_finds_the_sweep_below_a_folder_or_names_those_there_are(run: Callable[..., Any], workdir: Path) -> None:
+def test_sweep_finds_the_sweep_below_a_folder_or_names_those_there_are(run: Any, workdir: Path) -> None:
     sweeps = workdir / "outputs" / "mine" / "sweeps"
     make_run(sweeps / "2026-01-01" / "0", [RATES[0]], "finished", 0.9)
     make_ledger(sweeps / "2026-01-01", [[RATES[0]], [RATES[1]]], [{"event": "finished", "overrides": [RATES[0]]}])
@@ -228,7 +227,7 @@ def test_sweep_finds_the_sweep_below_a_folder_or_names_those_there_are(run: Call
 
 @pytest.mark.parametrize("option", ["csv", "md", "json", "html", "save_baseline"])
 def test_a_file_named_minus_is_standard_output(
-    option: str, run: Callable[..., Any], workdir: Path, capsys: pytest.CaptureFixture[str]
+    option: str, run: Any, workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_run(workdir / "runs" / "0", [], "finished", 0.9)
     (folder / "config.yaml").unlink()
@@ -262,7 +261,7 @@ def test_averaged_weights_are_compared_under_the_name_of_the_metric(tmp_path: Pa
     ]
 
 
-def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Callable[..., Any], workdir: Path) -> None:
+def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Any, workdir: Path) -> None:
     words = ("train", *TINY, "epochs=2", "transform=none", "performance=baseline")
     for name, more in (("never", ()), ("stopped", ("max_steps=1",)), ("other", ("transform=standard",))):
         assert run(*words, f"hydra.run.dir=runs/{name}", *more).status == 0
@@ -305,7 +304,7 @@ def runs_of_three_tasks(folder: Path) -> None:
 
 @pytest.mark.parametrize("width", [80, 100, 160])
 def test_each_task_has_a_table_that_begins_with_run_status_and_metric(
-    run: Callable[..., Any], workdir: Path, monkeypatch: pytest.MonkeyPatch, width: int
+    run: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     runs_of_three_tasks(workdir / "runs")
     monkeypatch.setenv("COLUMNS", str(width))

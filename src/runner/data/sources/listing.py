@@ -82,11 +82,15 @@ def common_part(paths: Sequence[bytes]) -> int:
 
 def images_below(folder: Path, times: Times | None = None) -> tuple[list[str], list[str]]:
     """The images under a folder, sorted as paths are, and those of types that are not read; see `folders_below`."""
-    listed = [(here, name) for here, names in folders_below(folder, times) for name in names]
-    paths = [f"{here}/{name}" for here, name in listed]
-    if listed and listed[0][0] != listed[-1][0]:  # as Path sorts: part by part
-        paths.sort(key=lambda path: path.split("/"))
-    return [*filter(is_image, paths)], [*filter(is_unread, paths)]
+    images, unread, nested = list[str](), list[str](), False
+    for here, names in folders_below(folder, times):
+        nested, before = nested or here != str(folder), here if here.endswith("/") else f"{here}/"
+        images += (before + name for name in names if is_image(name))
+        unread += (before + name for name in names if is_unread(name))
+    if nested:  # as Path sorts: part by part
+        for some in (images, unread):
+            some.sort(key=lambda path: path.split("/"))
+    return images, unread
 
 
 def is_inside(name: str, *folders: Path) -> bool:
@@ -210,7 +214,7 @@ def list_classes(folder: Path, classes: Sequence[str], times: Times) -> tuple[Fi
         images, others = images_below(folder / name, times)
         if not images:
             problem = f"the class folder {(folder / name).absolute()} has no images ({' '.join(sorted(EXTENSIONS))})"
-            raise UserError("data.root", problem)
+            raise UserError("data.root", problem, "add some, or remove the folder")
         names += map(os.fsencode, images)
         counts.append(len(images))
         unread += len(others)

@@ -190,7 +190,7 @@ def _read(
     folder = paths()[0].parent
 
     def read() -> dict[str, ImageArrays]:
-        if missing := [path.name for path in paths() if not path.is_file()]:
+        if missing := [path.name.removesuffix(".gz") for path in paths() if not path.is_file()]:
             problem = f"{name} is incomplete in {folder.absolute()}: {', '.join(missing)} not found there ({by_hand})"
             allowed = "data.download=true to fetch them, or data.root=<the folder that holds them>"
             raise UserError("data.root", problem, allowed)

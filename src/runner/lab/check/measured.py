@@ -200,7 +200,7 @@ def measure_step(context: CheckContext) -> Step:
     gradients = _gradients(context, weights)
     context.restore()
     rates = [float(group["initial_lr"]) for group in state.optimizer.param_groups]
-    own = build_callbacks(context.config, training.task, training.monitor)
+    own = build_callbacks(context.config, training.task, training.monitor, training.scalars)
     metrics = fresh_metrics(context.config, training.task, training.device)
 
     def evaluate_once() -> dict[str, float]:

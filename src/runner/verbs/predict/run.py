@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import itertools
 import math
 import os
 import time
@@ -298,8 +297,8 @@ def files_in(words: Sequence[str]) -> list[Path]:
 def _named_by(word: str) -> list[Path]:
     path = Path(word).expanduser()
     if path.is_dir():
-        # What cannot be read is listed as such
-        return sorted(map(Path, itertools.chain(*images_below(path))))
+        images, unread = images_below(path)  # what cannot be read is listed as such
+        return sorted(map(Path, [*images, *unread])) if unread else [*map(Path, images)]
     if path.exists() or path.is_symlink():
         return [path]
     if glob.has_magic(word):

@@ -377,7 +377,7 @@ def metric_direction(context: CheckContext) -> Result:
     name, right = training.monitor.metric, ""
     need(name, "the task names no metric")
     with contextlib.suppress(UserError):
-        right = better("checkpoint.mode", name, config, training.task)
+        right = better("checkpoint.mode", name, config, training.task, training.scalars)
     need(right, f"{name} does not say which of its values are better")
     wrong = [f"{key}={mode}" for key, mode in given.items() if mode != right]
     evidence = f"{join_names(wrong) or right} for {name}, whose {right} is best"
