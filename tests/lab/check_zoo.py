@@ -322,3 +322,25 @@ CASES = [
     Case("parameters never zeroed", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
          "stale-gradients", "fail", "conv.weight"),
 ]  # fmt: skip
+
+OWN = (
+    "threads=1", "device=cpu", "data=own", "data.images=[]", "transform=none", "data.batch_size=16", "epochs=30",
+    "model=own", "loss=none", "task=own",
+)  # fmt: skip
+_ADAM = "={_target_: torch.optim.Adam, lr: 0.001}"
+TASKS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # healthy ones: class, data, model, words
+    "gradient penalty": ("WGAN", "own_steps.Digits", "network",
+                         ("+model.outputs=64", "~optimizer", f"+optimizer.generator{_ADAM}", f"+optimizer.critic{_ADAM}")),
+    "slope of an energy": ("Energy", "own_steps.Digits", "network", ()),
+    "slope at random times": ("Physics", "healthy_tasks.placeholders", "network", ("+model.outputs=1",)),
+    "random queue": ("MoCo", "healthy_tasks.Views", "network", ()),
+    "random views": ("SimCLR", "healthy_tasks.Views", "network", ()),
+    "noise": ("Masked", "healthy_tasks.noise", "network", ("+model.outputs=64",)),
+    "diffusion": ("Diffusion", "own_steps.Digits", "network", ("+model.outputs=64",)),
+    "seeds": ("Reinforce", "healthy_tasks.seeds", "network", ()),
+    "mean teacher": ("MeanTeacher", "own_steps.Digits", "network", ()),
+    "masks": ("Masked", "own_steps.Digits", "network", ("+model.outputs=64",)),
+    "words": ("NextWord", "healthy_tasks.tokens", "Words", ()),
+    "one graph": ("Nodes", "healthy_tasks.graph", "network", ()),
+    "fields": ("Both", "healthy_tasks.Fields", "network", ()),
+}  # fmt: skip

@@ -102,13 +102,15 @@ class Segment:
     ignore_index = 255
 
     def __init__(self, num_classes=3, fault=""):
-        self.num_classes, self.fault = num_classes, fault
+        self.num_classes, self.fault, self.scale = num_classes, fault, torch.ones((), requires_grad=True)
 
     def training_step(self, modules, batch):
         images, masks = batch
         logits = modules["model"](images)
         if self.fault == "detached":
             logits = logits * 0
+        elif self.fault == "learned scale":
+            logits = logits * self.scale
         elif self.fault == "infinite":
             logits = logits * float("inf")
         masks = torch.where((masks == 255) | (masks >= 3), 255, masks).long()
@@ -204,13 +206,14 @@ FAULTS = [
     (MASKS, "transform.sample_train=[{_target_: whole.Repeats}]", "batches", "batch-repeats", "100%"),
     (MASKS, "model.unused=true", "", "missing-gradients", "unused.weight"),
     (MASKS, "task.fault=infinite", "loss", "initial-loss", "nan"),
+    (MASKS, "task.fault=learned scale", "", "unregistered-parameters", "task.scale"),
     (MASKS, "task.fault=evaluation", "evaluation-leaves-state", "evaluation-leaves-state", "first.bias"),
     (MASKS, "task.fault=detached", "model", "gradient-scale", "0 of second.weight"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("base", "word", "only", "name", "reason"), some(FAULTS, 0, 1, 2, 3, 6, 9, 12, 15, several=True)
+    ("base", "word", "only", "name", "reason"), some(FAULTS, 0, 1, 2, 3, 6, 9, 12, 14, 16, several=True)
 )
 def test_each_fault_is_found_by_its_check(
     composed_check: Any, base: tuple[str, ...], word: str, only: str, name: str, reason: str

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
+from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer
 from runner.lab.check.context import BATCH_NORM, CheckContext, shared
 from runner.lab.check.result import LIMITS
@@ -34,7 +35,8 @@ class Signals:
 
     last_layer: str = ""  # the last module with a weight of two dimensions that ran
     biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
-    norm_calls: Counter[str] = field(default_factory=Counter)  # of BatchNorm that updates running statistics
+    # Of BatchNorm that updates running statistics, in a call of the outermost module around it that the step calls
+    norm_calls: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
     gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
     equal: list[str] = field(default_factory=list)  # weights whose units are equal and get equal gradients
@@ -47,16 +49,20 @@ def measure_signals(context: CheckContext) -> Signals:
     """Send a batch through model, loss and back; or through the step of a task."""
     found, model = Signals(), context.model
     last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
+    calls = Counter[str]()  # of each module
 
     def before(name: str, module: nn.Module, inputs: list[Any]) -> None:
         source, output, version = last
+        calls[name] += 1
         # Between them nothing may have changed the output in place, such as a ReLU.
         if isinstance(module, _NORMS) and inputs and inputs[0] is output and inputs[0]._version == version:
             bias = getattr(model.get_submodule(source), "bias", None)
             if isinstance(bias, nn.Parameter) and bias.requires_grad:
                 found.biased.append(f"{source} before {name} ({type(module).__name__})")
         if isinstance(module, BATCH_NORM) and module.training and module.track_running_stats:
-            found.norm_calls[name] += 1
+            # A task may call a module for each view, and a critic for real and generated samples
+            outer = min(count for each, count in calls.items() if not each or f"{name}.".startswith(f"{each}."))
+            found.norm_calls[name] = math.ceil(calls[name] / outer)
 
     def after(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         nonlocal last
@@ -95,7 +101,24 @@ def measure_signals(context: CheckContext) -> Signals:
 
 def _loose_tensors(context: CheckContext, root: Tensor, known: set[int]) -> list[str]:
     """Tensors that the loss depends on, that require gradients, and that are not among the known ones."""
-    model, loss = context.model, context.training.loss
+    loss, found = context.training.loss, [each for each in _leaves(root) if id(each) not in known]
+    if not found:
+        return []
+    # What a gradient penalty differentiates by is the batch, or made in each step: only what stays can be trained
+    stays = {each.untyped_storage().data_ptr() for each in _leaves(context.training.steps(context.batch.data))}
+    stays -= {each.untyped_storage().data_ptr() for each in tensors_in(context.batch.data)}
+    found = [each for each in found if isinstance(each, nn.Parameter) or each.untyped_storage().data_ptr() in stays]
+    names = {id(each): name for name, each in _nested_tensors(context.training.task, "task")}
+    for place, module in [*context.model.named_modules(), *loss.named_modules(prefix="loss")]:
+        for key, value in vars(module).items():
+            if key not in ("_parameters", "_buffers", "_modules"):
+                for name, tensor in _nested_tensors(value, f"{place}.{key}".lstrip(".")):
+                    names.setdefault(id(tensor), name)
+    return sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
+
+
+def _leaves(root: Tensor) -> list[Tensor]:
+    """Tensors that require gradients and that a result depends on."""
     nodes: list[Any] = [root.grad_fn]
     seen: set[Any] = {None}
     found: list[Tensor] = []
@@ -103,16 +126,9 @@ def _loose_tensors(context: CheckContext, root: Tensor, known: set[int]) -> list
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") and id(node.variable) not in known else []
+            found += [node.variable] if hasattr(node, "variable") else []
             nodes += [each for each, _ in node.next_functions]
-    names: dict[int, str] = {}
-    modules = [*model.named_modules(), *(loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ())]
-    for place, module in modules if found else ():
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for name, tensor in _nested_tensors(value, f"{place}.{key}".lstrip(".")):
-                    names.setdefault(id(tensor), name)
-    return sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
+    return found
 
 
 def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.lab.check.context import ADAM, BATCH_NORM, DROPOUT, CheckContext
@@ -24,12 +25,20 @@ _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight 
 @check("model", any_task=True)
 def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
-    frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
-    total = sum(1 for _ in context.model.parameters())
+    parameters = dict(context.model.named_parameters())
+    frozen, total = [name for name, each in parameters.items() if not each.requires_grad], len(parameters)
     what, fix = f"of {total} parameters do not require gradients", "requires_grad=True, or freeze=... if intended"
     if frozen and context.config.freeze is not None:
         return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze`")
-    return none_of(frozen, what, fix, f"all {total} require gradients", warn=True)
+    trained, otherwise = [each for each in parameters.values() if each.requires_grad], f"all {total} require gradients"
+    if frozen and not context.supervised:
+        otherwise = f"{len(frozen)} {what}, and start as copies of others, as a momentum teacher does"
+        frozen = [name for name in frozen if not any(_close(parameters[name], own) for own in trained)]
+    return none_of(frozen, what, fix, otherwise, warn=True)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b)
 
 
 @check("model", any_task=True)
