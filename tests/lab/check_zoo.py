@@ -325,7 +325,7 @@ CASES = [
 
 OWN = (
     "threads=1", "device=cpu", "data=own", "data.images=[]", "transform=none", "data.batch_size=16", "epochs=30",
-    "model=own", "loss=none", "task=own",
+    "model=null", "loss=none", "task=null",
 )  # fmt: skip
 _ADAM = "={_target_: torch.optim.Adam, lr: 0.001}"
 TASKS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # healthy ones: class, data, model, words

@@ -93,7 +93,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
     if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
         check(batch.targets.cpu(), batch.indices.cpu())
-    fits = explaining("task", f"cannot evaluate a batch, in inference mode and {_trial_with(len(batch.indices))}", allowed)
+    fits = explaining("task", f"cannot evaluate a batch, {_trial_with(len(batch.indices))}", allowed)
     with evaluating(model, loss), fits:
         found = steps.evaluated(batch.data)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
