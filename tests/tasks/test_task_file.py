@@ -102,6 +102,7 @@ def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (workdir / path).write_text(FILE)
     step = "class T(T):\n    def training_step(self): ...\n"
     (workdir / "named.py").write_text(f"from other import T, model\nclass Views: ...\ndata = Views\n{step}")
+    (workdir / "both.py").write_text(f"from other import T\nclass A: ...\nclass B: ...\ndata, model = A, B\n{step}")
     (workdir / "made.py").write_text(f"data = [1, 2]\n{step}")
     (workdir / "one.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\n")
     monkeypatch.syspath_prepend(str(workdir))
@@ -137,6 +138,8 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
     (["task=short.py:Other", "data=digits", "model=mlp"],
      "task=null task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
+    (["task=both.py"], "task=null task._target_=both.T name=both trust=[both] loss=none model=null model._target_=both.model "
+     "data=own data.dataset._target_=both.data transform=none data.images=[]"),
     (["task=named.py", "ckpt_path=null"], "task=null task._target_=named.T name=named trust=[named] loss=none model=null "
      "model._target_=named.model data=own data.dataset._target_=named.data transform=none data.images=[] ckpt_path=null"),
     (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),

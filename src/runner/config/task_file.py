@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.base.errors import UserError, nearest
@@ -56,12 +56,12 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     # Other names of functions and classes: `data = Views`, and `from my_data import data`
     top |= {each.asname or each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
-    for node in (node for node in tree.body if isinstance(node, ast.Assign)):
-        for each in map(ast.unparse, node.targets):
-            if each in ("data", "model") and not isinstance(node.value, ast.Name | ast.Attribute) and each not in given:
-                allowed = f"a function or a class: def {each}(): ..."
-                raise UserError("task", f"'{each}' of {file} is a value", allowed)
-            top.add(each)
+    for place, value in (pair for node in tree.body if isinstance(node, ast.Assign) for pair in _assigned(node)):
+        each = ast.unparse(place)
+        if each in ("data", "model") and not isinstance(value, ast.Name | ast.Attribute) and each not in given:
+            allowed = f"a function or a class: def {each}(): ..."
+            raise UserError("task", f"'{each}' of {file} is a value", allowed)
+        top.add(each)
     # Who names the file runs it
     written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
     if all(
@@ -76,6 +76,15 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
             written |= {"data": "own", "data.dataset._target_": f"{module}.data", "transform": "none"}
             written |= {"data.images": "[]"} if own & _STEPS else {}
     return [f"{key}={value}" for key, value in written.items() if key == "task" or key not in given]
+
+
+def _assigned(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The places of an assignment with their values: also of `data, model = Views, Net`."""
+    for place in node.targets:
+        if isinstance(place, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(place.elts, node.value.elts, strict=False)
+        else:
+            yield place, node.value
 
 
 def _bases(node: ast.ClassDef) -> list[str]:
