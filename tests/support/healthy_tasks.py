@@ -1,4 +1,4 @@
-"""Healthy tasks whose data or steps look like mistakes: `task=healthy_tasks.py:NAME` with `data` and `model` of the same name."""
+"""Healthy tasks whose data or steps look like mistakes, and what they are trained on."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ def network(inputs=64, outputs=16):
     return nn.Sequential(nn.Linear(inputs, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, outputs))
 
 
-class Views(Digits):
-    """Two views of a digit, other ones in each epoch."""
+SAMPLES = {  # of each digit and its index
+    "noise": lambda vector, index: torch.randn(64),
+    "seed": lambda vector, index: index % 40,
+    "placeholder": lambda vector, index: torch.zeros(()),
+    "views": lambda vector, index: [vector + 0.1 * torch.randn(64) for _ in range(2)],  # other ones in each epoch
+    "fields": lambda vector, index: {"image": vector, "digit": index % 3, "ink": vector.mean()},
+    "picture": lambda vector, index: vector.view(1, 8, 8),
+    "clip": lambda vector, index: {
+        "frames": vector.mul(255).byte().view(1, 1, 8, 8).repeat(6, 1, 1, 1),
+        "digit": index % 3,
+    },
+    "comparison": lambda vector, index: (_rolled(vector), _rolled(vector), torch.rand(()).round()),
+    "caption": lambda vector, index: (vector, torch.tensor([index % 3, 3 + index % 4, 7 + index % 5])),
+    "crops": lambda vector, index: [_rolled(vector).view(1, 8, 8)[:, :size, :size] for size in (6, 6, 4, 4)],
+}
+
+
+def _rolled(vector):
+    return vector.roll(int(torch.randint(9, ()))) + 0.1 * torch.randn(64)
+
+
+class Samples(Digits):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
 
     def __getitem__(self, index):
-        return [self.vectors[index] + 0.1 * torch.randn(64) for _ in range(2)]
-
-
-class Noise(torch.utils.data.Dataset):
-    def __len__(self):
-        return 96
-
-    def __getitem__(self, index):
-        return torch.randn(64)
-
-
-def noise():
-    return {"train": Noise(), "val": Noise()}
-
-
-def seeds():
-    return {"train": range(96), "val": range(32)}
-
-
-def placeholders():
-    return {"train": torch.zeros(96), "val": torch.zeros(32)}
-
-
-class Fields(Digits):
-    def __getitem__(self, index):
-        return {"image": self.vectors[index], "digit": index % 3, "ink": self.vectors[index].mean()}
+        return SAMPLES[self.kind](self.vectors[index], index)
 
 
 def tokens():
@@ -121,23 +119,35 @@ class Queue(nn.Module):
         self.register_buffer("keys", F.normalize(torch.randn(64, 16)))
 
 
-class MoCo(Evaluated):
+class MeanTeacher(Evaluated):
+    def modules(self, model, loss):
+        return {"model": model, "teacher": copy.deepcopy(model).requires_grad_(False)}
+
+    def training_step(self, modules, vectors):
+        with torch.no_grad():
+            wanted = modules["teacher"](vectors).softmax(1)
+        return F.cross_entropy(modules["model"](vectors + 0.1 * torch.randn_like(vectors)), wanted)
+
+    def after_step(self, modules):
+        for slow, fast in zip(modules["teacher"].parameters(), modules["model"].parameters(), strict=True):
+            slow.lerp_(fast, 0.01)
+
+
+class MoCo(MeanTeacher):
     """A momentum encoder, and a queue of keys that begins random."""
 
     def modules(self, model, loss):
-        return {"model": model, "slow": copy.deepcopy(model).requires_grad_(False), "queue": Queue()}
+        return {**super().modules(model, loss), "queue": Queue()}
 
     def training_step(self, modules, views):
-        queries, keys = (F.normalize(modules[name](view)) for name, view in zip(("model", "slow"), views, strict=True))
+        queries, keys = (
+            F.normalize(modules[name](view)) for name, view in zip(("model", "teacher"), views, strict=True)
+        )
         queue = modules["queue"]
         logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.keys.T], 1) / 0.1
         if queue.training:
             queue.keys = torch.cat([keys, queue.keys])[:64]
         return F.cross_entropy(logits, torch.zeros(len(keys), dtype=torch.long))
-
-    def after_step(self, modules):
-        for slow, fast in zip(modules["slow"].parameters(), modules["model"].parameters(), strict=True):
-            slow.lerp_(fast, 0.01)
 
 
 class SimCLR(Evaluated):
@@ -170,20 +180,6 @@ class Reinforce:
 
     def evaluation_step(self, modules, seeds):
         return {"reward": self.play(modules, seeds)[0].mean()}
-
-
-class MeanTeacher(Evaluated):
-    def modules(self, model, loss):
-        return {"model": model, "teacher": copy.deepcopy(model).requires_grad_(False)}
-
-    def training_step(self, modules, vectors):
-        with torch.no_grad():
-            wanted = modules["teacher"](vectors).softmax(1)
-        return F.cross_entropy(modules["model"](vectors + 0.1 * torch.randn_like(vectors)), wanted)
-
-    def after_step(self, modules):
-        for slow, fast in zip(modules["teacher"].parameters(), modules["model"].parameters(), strict=True):
-            slow.lerp_(fast, 0.01)
 
 
 class Masked(Evaluated):
@@ -226,3 +222,145 @@ class Both(Evaluated):
             "ink": F.mse_loss(outputs[:, 0], batch["ink"]),
         }
         return sum(weights[name] + loss * (-weights[name]).exp() for name, loss in losses.items())
+
+
+def pixels(outputs=1):
+    return nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, outputs, 3, padding=1))
+
+
+class DCGAN(WGAN):
+    """A critic with BatchNorm, for real and generated samples in turn."""
+
+    def modules(self, model, loss):
+        return {"critic": network(outputs=1)}
+
+    def optimizer_steps(self, modules, real):
+        critic, fake = modules["critic"], modules["model"](torch.randn_like(real))
+        yield "critic", F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
+        yield "generator", F.softplus(-critic(fake)).mean()
+
+
+class CycleGAN(WGAN):
+    """Digits to their negatives and back."""
+
+    def modules(self, model, loss):
+        return {"back": network(outputs=64), "critic": nn.ModuleList(network(outputs=1) for _ in range(2))}
+
+    def optimizers(self, modules):
+        return {"generator": [modules["model"], modules["back"]], "critic": modules["critic"]}
+
+    def optimizer_steps(self, modules, real):
+        there, back, truth = modules["model"], modules["back"], (1 - real, real)
+        fakes, critics = (there(real), back(1 - real)), modules["critic"]
+        cycle = (back(fakes[0]) - real).abs().mean() + (there(fakes[1]) - (1 - real)).abs().mean()
+        yield "generator", 10 * cycle + sum((critics[way](fakes[way]) - 1).square().mean() for way in range(2))
+        false = sum(critics[way](fakes[way].detach()).square().mean() for way in range(2))
+        yield "critic", false + sum((critics[way](truth[way]) - 1).square().mean() for way in range(2))
+
+    def evaluation_step(self, modules, real):
+        return {"loss": (modules["back"](modules["model"](real)) - real).abs().mean()}
+
+
+class ForwardForward(Evaluated):
+    """Each layer has a loss of its own."""
+
+    def training_step(self, modules, vectors):
+        loss, good, bad = 0.0, vectors, vectors[:, torch.randperm(64)]
+        for layer in (modules["model"][:3], modules["model"][3:]):
+            good, bad = (layer(F.normalize(each)).relu() for each in (good, bad))
+            loss = loss + F.softplus(2 - good.square().mean(1)).mean() + F.softplus(bad.square().mean(1) - 2).mean()
+            good, bad = good.detach(), bad.detach()
+        return loss
+
+
+class Siamese(Evaluated):
+    def training_step(self, modules, batch):
+        one, other, same = batch
+        apart = F.pairwise_distance(modules["model"](one), modules["model"](other))
+        return (same * apart.square() + (1 - same) * (1 - apart).clamp_min(0).square()).mean()
+
+
+class SuperResolution(Evaluated):
+    def training_step(self, modules, pictures):
+        small = F.avg_pool2d(pictures, 2)
+        return (F.pixel_shuffle(modules["model"](small), 2) - pictures).abs().mean()
+
+
+class StyleTransfer(Evaluated):
+    """Gram matrices of a frozen network."""
+
+    def modules(self, model, loss):
+        return {"features": pixels(16).requires_grad_(False)}
+
+    def training_step(self, modules, pictures):
+        seen = (modules["features"](each).flatten(2) for each in (modules["model"](pictures), pictures.flip(0)))
+        one, other = (each @ each.mT / 64 for each in seen)
+        return F.mse_loss(one, other)
+
+
+class Video(Evaluated):
+    def training_step(self, modules, batch):
+        frames = batch["frames"].flatten(2)
+        each = modules["model"](frames.flatten(0, 1)).unflatten(0, frames.shape[:2])
+        return F.cross_entropy(each.mean(1), batch["digit"])
+
+
+class CLIP(Evaluated):
+    def modules(self, model, loss):
+        return {"texts": nn.EmbeddingBag(12, 16), "scale": nn.ParameterList([torch.tensor(2.0)])}
+
+    def training_step(self, modules, batch):
+        images, texts = F.normalize(modules["model"](batch[0])), F.normalize(modules["texts"](batch[1]))
+        logits, places = images @ texts.T * modules["scale"][0].exp(), torch.arange(len(images))
+        return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
+
+
+class Triplets(Evaluated):
+    def training_step(self, modules, batch):
+        codes, numbers = F.normalize(modules["model"](batch["image"])), batch["digit"]
+        apart, same = torch.cdist(codes, codes), numbers[:, None] == numbers
+        hardest = apart.masked_fill(~same, 0).amax(1) - apart.masked_fill(same, 9).amin(1)
+        return F.softplus(hardest).mean()
+
+
+class Table(Evaluated):
+    def modules(self, model, loss):
+        return {"kinds": nn.Embedding(3, 8)}
+
+    def training_step(self, modules, batch):
+        columns = torch.cat([modules["kinds"](batch["digit"]), batch["image"]], 1)
+        return F.mse_loss(modules["model"](columns)[:, 0], batch["ink"])
+
+
+class DINO(MeanTeacher):
+    """A teacher sees large crops, with outputs that are centred."""
+
+    def modules(self, model, loss):
+        return {**super().modules(model, loss), "centre": nn.BatchNorm1d(16, affine=False)}
+
+    def training_step(self, modules, crops):
+        with torch.no_grad():
+            wanted = [modules["centre"](modules["teacher"](crop).mean((2, 3))).softmax(1) for crop in crops[:2]]
+        given = [modules["model"](crop).mean((2, 3)).log_softmax(1) for crop in crops]
+        pairs = [(a, b) for i, a in enumerate(wanted) for j, b in enumerate(given) if i != j]
+        return -sum((a * b).sum(1).mean() for a, b in pairs) / len(pairs)
+
+
+class Distillation(MeanTeacher):
+    def modules(self, model, loss):
+        return {"teacher": network().requires_grad_(False)}
+
+    def after_step(self, modules):
+        """The teacher stays."""
+
+
+class GPT(Words):
+    def __init__(self):
+        super().__init__()
+        self.places, self.lstm = nn.Embedding(16, 16), None
+        self.blocks = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+
+    def forward(self, words):
+        length = words.shape[1]
+        seen = self.embed(words) + self.places(torch.arange(length))
+        return self.head(self.blocks(seen, nn.Transformer.generate_square_subsequent_mask(length), is_causal=True))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import statistics
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -195,21 +194,19 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
     # The few steps of a profile are logged as rarely as those of the whole run
     whole = Limits(config.epochs, config.max_steps).total_steps(training.plan)
     every = max(1, whole // LINES) if config.log.every_steps == "auto" else config.log.every_steps
+    loop = Loop(
+        step_in_ranges(training.step, found.ranges),
+        loader_in_ranges(training.data.train.loader, found.ranges, max(1, config.steps * config.accumulate // 5)),
+        training.plan,
+        limits=Limits(None, training.total_steps),
+        evaluate=None,
+        callbacks=[*extra.values(), Log(every, []), found],
+        monitor=training.monitor,
+        directory=folder,
+    )
     try:
-        # Closing stops what is still recording, after an error; callbacks write into a folder that nobody needs
-        with contextlib.closing(found.phases), tempfile.TemporaryDirectory() as scratch:
-            Loop(
-                step_in_ranges(training.step, found.ranges),
-                loader_in_ranges(
-                    training.data.train.loader, found.ranges, max(1, config.steps * config.accumulate // 5)
-                ),
-                training.plan,
-                limits=Limits(None, training.total_steps),
-                evaluate=None,
-                callbacks=[*extra.values(), Log(every, []), found],
-                monitor=training.monitor,
-                directory=Path(scratch),
-            ).run()
+        with contextlib.closing(found.phases):  # stops what is still recording, after an error
+            loop.run()
     except Diverged as error:
         raise UserError(f"{error}; a run that does not train cannot be profiled: lower optimizer.lr") from error
     return found

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import PIL.Image
@@ -127,9 +128,7 @@ def measure_split(
     if pairs and isinstance(dataset, ImageArrays) and not transforms:
         # Images in memory are measured in large pieces, files one after the other
         whole = indices[order[: max(most, LIMITS.whole_bytes // dataset.images[0].numel())]]
-        _measure_pairs(
-            found, ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(whole, _CHUNK))
-        )
+        _measure_pairs(found, ((rows, dataset.images[rows], dataset.targets[rows]) for rows in whole.split(_CHUNK)))
         return found
     samples = _readable(seeded, indices[order[:most]].tolist(), found.unreadable, pairs)
     if pairs:
@@ -190,8 +189,8 @@ def _measure_whole(found: SplitStats, samples: Iterable[tuple[int, Any]]) -> Non
         numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         low.append(0.0 if all(bool(number.isfinite().all()) for number in numbers) else math.nan)
         # A single number, such as a seed, may occur several times, as a constant image may
-        number = leaves[0] if len(leaves) == 1 and isinstance(leaves[0], int | float | Tensor) else torch.zeros(0)
-        high.append(low[-1] if torch.as_tensor(number).numel() == 1 else 1.0)
+        single = [each for each in leaves if isinstance(each, Number) or getattr(each, "shape", None) == ()]
+        high.append(low[-1] if len(leaves) == len(single) == 1 else 1.0)
         if about := _annotated(index, sample):
             found.annotated.append(about)
     found.indices, found.low, found.high = torch.tensor(read).long(), torch.tensor(low), torch.tensor(high)

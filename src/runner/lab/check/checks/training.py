@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.lab.check.context import ADAM, BATCH_NORM, DROPOUT, CheckContext
 from runner.lab.check.measured import hooked_gradients, measure_signals, measure_step
 from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.sample import digest_of
+from runner.run.finetune import Modules
 from runner.run.metrics import better
 from runner.tracking.formats import amount
 
@@ -26,19 +27,17 @@ _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight 
 def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
     parameters = dict(context.model.named_parameters())
-    frozen, total = [name for name, each in parameters.items() if not each.requires_grad], len(parameters)
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    frozen, total = [name for name in parameters if name not in trained], len(parameters)
     what, fix = f"of {total} parameters do not require gradients", "requires_grad=True, or freeze=... if intended"
     if frozen and context.config.freeze is not None:
         return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze`")
-    trained, otherwise = [each for each in parameters.values() if each.requires_grad], f"all {total} require gradients"
     if frozen and not context.supervised:
-        otherwise = f"{len(frozen)} {what}, and start as copies of others, as a momentum teacher does"
-        frozen = [name for name in frozen if not any(_close(parameters[name], own) for own in trained)]
-    return none_of(frozen, what, fix, otherwise, warn=True)
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.allclose(a, b)
+        # Whole modules that the task adds are frozen on purpose, and so are copies of trained weights, as of a teacher
+        parts, copied = {"model", *(name.split(".")[0] for name in trained)}, {*map(digest_of, trained.values())}
+        frozen = [each for each in frozen if not isinstance(context.model, Modules) or each.split(".")[0] in parts]
+        frozen = [each for each in frozen if digest_of(parameters[each]) not in copied]
+    return none_of(frozen, what, fix, f"{len(trained)} of {total} require gradients", warn=True)
 
 
 @check("model", any_task=True)
