@@ -79,9 +79,8 @@ def build_run(
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
     tried = steps_of(task, model, loss, length.total_steps)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
-        scalars = trial.probe(
-            tried, task, model, loss, data, evaluates=config.evaluate.test or not never_evaluates(config)
-        )
+        evaluates = config.evaluate.test or not never_evaluates(config)
+        scalars = trial.probe(tried, task, model, loss, data, evaluates=evaluates)
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task, scalars)
 
