@@ -207,7 +207,7 @@ BUDGET = {
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
     "config": 3_709,
-    "data": 7_682,  # boxes, outlines and names of all readers are checked alike
+    "data": 7_681,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
     "engine": 3_011,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
@@ -215,10 +215,10 @@ BUDGET = {
     "launch": 968,
     "models": 1_302,
     "optim": 1_280,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_995,
+    "run": 3_979,
     "runtime": 1_314,
     "sweeps": 1_833,
-    "tasks": 799,
+    "tasks": 794,
     "tracking": 1_924,
     "verbs": 2_261,
 }

@@ -35,7 +35,7 @@ from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_lengt
 from runner.run.run_directory import RunDirectory
 from runner.run.samples import evaluated_and_sampled
 from runner.run.saving import Saving, build_loggers, open_loggers
-from runner.run.step import build_step, first_steps, slow_guard
+from runner.run.step import build_step, slow_guard, steps_of
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import Compilation, forget_compiled, toggle
@@ -77,10 +77,10 @@ def build_run(
     config, task, model, loss = build_task_model_loss(config, data, draws_weights)
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
-    tried = first_steps(task, model, loss, length.total_steps)
+    tried = steps_of(task, model, loss, length.total_steps)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
         evaluates = config.evaluate.test or not never_evaluates(config)
-        scalars = trial.probe(task, model, loss, data, steps=tried, evaluates=evaluates)
+        scalars = trial.probe(tried, task, model, loss, data, evaluates=evaluates)
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task, scalars)
 

@@ -52,7 +52,7 @@ class Ramped(Networks):
     def optimizer_steps(self, modules, vectors, progress):
         for name, loss in super().optimizer_steps(modules, vectors):
             loss = loss["loss"] if isinstance(loss, dict) else loss
-            yield name, {"loss": loss * progress.share, f"at_{name}": progress.step}
+            yield name, {"loss": loss * progress.step / progress.total_steps, f"at_{name}": progress.step}
 
 
 class Listed(Networks):

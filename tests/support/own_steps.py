@@ -287,13 +287,12 @@ class Scheduled(MomentumHead):
         loss = CountBoxes.training_step(self, modules, batch)
         features = modules["model"](batch["image"])
         apart = (modules["head"](features) - modules["slow"](features)).square().mean()
-        told = {"at": progress.step, "of": progress.total_steps, "epochs": progress.epoch, "share": progress.share}
-        return {"loss": loss + progress.share * apart, **told}
+        told = {"at": progress.step, "of": progress.total_steps, "epochs": progress.epoch}
+        return {"loss": loss + progress.step / progress.total_steps * apart, **told}
 
-    def after_step(self, modules, progress):
-        assert progress.share == progress.step / progress.total_steps
+    def after_step(self, modules, *, progress):
         for slow, fast in zip(modules["slow"].parameters(), modules["head"].parameters(), strict=True):
-            slow.lerp_(fast, 0.5 * (1 - progress.share))
+            slow.lerp_(fast, 0.5 * (1 - progress.step / progress.total_steps))
 
 
 class Said:
@@ -301,12 +300,31 @@ class Said:
 
     def __init__(self, classes):
         assert classes == [str(number) for number in range(10)], classes
+        self.weight = 1.0  # and not the method `weight(batch)`, which it lacks
 
     def training_step(self, modules, batch):
         return F.cross_entropy(modules["model"](batch[0]), batch[1])
 
     def evaluation_step(self, modules, batch):
         return {"loss": self.training_step(modules, batch)}
+
+
+class Seven(Said):
+    def __init__(self, classes=7):
+        assert classes == 7, classes
+
+
+class Backbone(nn.Sequential):
+    """Gives its features without a number of classes."""
+
+    def __init__(self, num_classes=None):
+        layers = [nn.Flatten(), nn.Linear(64, 12)]
+        super().__init__(*layers, *([] if num_classes is None else [nn.Linear(12, num_classes)]))
+
+
+class Numbered(Backbone):
+    def __init__(self, num_classes=11):
+        super().__init__(num_classes)
 
 
 class Failing(Said):
@@ -317,16 +335,6 @@ class Failing(Said):
 class IsModule(nn.Module):
     def training_step(self, modules, batch):
         return batch.sum()
-
-
-class WeightIsNumber(CountBoxes):
-    def __init__(self):
-        self.weight = 3
-
-
-class KeywordProgress(CountBoxes):
-    def training_step(self, modules, batch, *, progress):
-        return super().training_step(modules, batch)
 
 
 class ProgressFirst(CountBoxes):
@@ -349,6 +357,11 @@ class MeanOverBoxes(CountBoxes):
         counts = torch.tensor([len(boxes) for boxes in batch["boxes"]])
         losses = self.logits(modules, batch).square().sum(1)
         return {"loss": (losses * counts).sum() / counts.sum(), "targets": counts - 1, "outputs": losses[:, None]}
+
+
+class WeightIsNumber(MeanOverBoxes):
+    def __init__(self):
+        self.weight = 3
 
 
 class Compared(CountBoxes):

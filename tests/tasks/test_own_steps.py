@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from extended import some
 from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
+from runner.run.model import DataFacts, build_model
+from runner.tasks.task import Task
 
 COMMON = (
     "transform=none", "~model.dropout", "~model.width", "epochs=2", "data.batch_size=16", "data.num_workers=0",
@@ -30,11 +33,9 @@ PAIRS = (
     "transform=none", "epochs=1", "data=own", "data.images=[]", "data.dataset._target_=own_steps.Pairs", "task.num_classes=3",
     "model=mlp", "model.hidden=[8]", "model.in_channels=1", "model.image_size=[8,8]",
 )  # fmt: skip
-SAID = (
-    "logger=none", "data=digits", "model=mlp", "model.hidden=[8]", "transform=none", "loss=none",
-    "task._target_=own_steps.Said",
-)  # fmt: skip
-FAILING = (*SAID, "task._target_=own_steps.Failing", "data.batch_size=1")
+SAID = ("logger=none", "data=digits", "transform=none", "loss=none", "epochs=1", "task._target_=own_steps.Said")
+MLP = ("model=mlp", "model.hidden=[8]")
+FAILING = (*SAID, *MLP, "task._target_=own_steps.Failing", "data.batch_size=1")
 CONTRAST = ("logger=none", "model=mlp", "transform=none", "loss=none", "task._target_=own_steps.Contrast")
 
 
@@ -93,8 +94,8 @@ def test_a_ramp_and_a_momentum_schedule_follow_the_progress_of_killed_accumulate
     weights = load_file(one.directory / "checkpoints" / "last.safetensors")
     for each in (one, *others):
         steps = [row for row in each.metrics if row["split"] == "train"]
-        told = [tuple(row[name] for name in ("at", "of", "epochs", "share")) for row in steps]
-        assert told == [(step, 8, step // 4, step / 8) for step in range(8)]
+        told = [tuple(row[name] for name in ("at", "of", "epochs")) for row in steps]
+        assert told == [(step, 8, step // 4) for step in range(8)]
         found = load_file(each.directory / "checkpoints" / "last.safetensors")
         for name in ("model.features.1.weight", "head.weight", "slow.weight"):
             torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
@@ -182,7 +183,7 @@ def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
 def test_a_task_gets_the_names_of_the_classes_and_the_model_their_number(
     train: Callable[..., Any], printed: Any, accepted: Any
 ) -> None:
-    result = train(*SAID, "epochs=1")
+    result = train(*SAID, *MLP)
     stored = (result.directory / "config.yaml").read_text()
     assert "num_classes: 10" in stored
     assert "classes: [" not in stored
@@ -191,8 +192,26 @@ def test_a_task_gets_the_names_of_the_classes_and_the_model_their_number(
     found = printed("eval", f"ckpt_path={result.directory}", "split=test")
     assert found["metrics"]["loss"] == result.summary["test"]["loss"]
     accepted("export", f"ckpt_path={result.directory}", "format=torch_export")  # of the checkpoint alone
-    other = train(*SAID, "epochs=1", "model.num_classes=12")
+    other = train(*SAID, *MLP, "model.num_classes=12")
     assert load_file(other.directory / "checkpoints" / "last.safetensors")["head.weight"].shape == (12, 8)
+
+
+def test_a_number_of_classes_that_no_task_asks_for_is_only_given_to_new_models_that_need_one(
+    train: Callable[..., Any], printed: Any
+) -> None:
+    for model, layers in (("Backbone", {"1"}), ("Numbered", {"1", "2"})):
+        words = (*SAID, "model=null", f"model._target_=own_steps.{model}", "task._target_=own_steps.Seven")
+        result = train(*words)
+        weights = load_file(result.directory / "checkpoints" / "last.safetensors")
+        assert {name.partition(".")[0] for name in weights if name.endswith(".weight")} == layers
+        found = printed("eval", f"ckpt_path={result.directory}", "split=test")
+        assert found["metrics"]["loss"] == result.summary["test"]["loss"]
+    assert weights["2.weight"].shape == (10, 12)
+    # Checkpoints from before have no number, and were made without one
+    config: Any = SimpleNamespace(model={"_target_": "own_steps.Numbered"})
+    facts = DataFacts(("cat", "dog"), 1, (8, 8))
+    old = build_model(config, Task(), facts, lambda: torch.zeros(1, 1, 8, 8), fetch_weights=False)
+    assert len([*old.children()]) == 2
 
 
 def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) -> None:
@@ -233,12 +252,12 @@ def test_frames_are_normalised_by_their_channels_and_drawn(
         (
             (*VECTORS, "task._target_=own_steps.IsModule"),
             "task._target_",
-            "of its base Module does not take model and loss",
+            "whose Module.modules(",
         ),
         (
             (*BOXES, "task._target_=own_steps.WeightIsNumber"),
             "task._target_",
-            "weight is 3, and not the method weight(batch)",
+            "whose attribute weight is 3, and hides its method weight",
         ),
         (FAILING, "task", "evaluate a batch, in a trial with 2 samples:"),
         (
@@ -246,14 +265,13 @@ def test_frames_are_normalised_by_their_channels_and_drawn(
             "task",
             "train on a batch, in a trial with 2",
         ),
-        ((*VECTORS, "data.dataset._target_=own_steps.Graphs"), "data.dataset", "of the layout torch.sparse_coo"),
-        ((*BOXES, "task._target_=own_steps.KeywordProgress"), "task._target_", "(self, modules, batch[, progress])"),
+        ((*VECTORS, "data.dataset._target_=own_steps.Graphs"), "data.dataset", "sparse or nested tensors"),
         (
             (*BOXES, "task._target_=own_steps.ProgressFirst"),
             "task._target_",
             "does not take modules and batch and progress",
         ),
-        ((*BOXES, "task._target_=own_steps.StepNumber"), "task._target_", "after_step(self, modules[, progress])"),
+        ((*BOXES, "task._target_=own_steps.StepNumber"), "task._target_", "after_step(self, modules, [progress])"),
         ((*PAIRS, "loss=none"), "task", "training_step"),
     ],
 )

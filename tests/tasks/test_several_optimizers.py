@@ -53,7 +53,7 @@ def test_steps_of_several_optimizers_see_the_progress_of_the_run(train: Callable
     for result in (one, *others):
         steps = [row for row in result.metrics if row["split"] == "train"]
         assert [(row["at_generator"], row["at_discriminator"]) for row in steps] == [(step, step) for step in range(4)]
-        assert steps[0]["loss"] == 0, "the share begins at 0"
+        assert steps[0]["loss"] == 0, "the ramp begins at 0"
         for name, value in result.last["model"].items():
             if name.endswith(("weight", "bias")):
                 torch.testing.assert_close(value, one.last["model"][name], rtol=0, atol=1e-12)

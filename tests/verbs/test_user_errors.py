@@ -179,7 +179,10 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "sample dropped": (
         (*NET, "+model.kind=dropping"), "", 2, "model: gives (1, 10) in training for a batch of 2",
     ),
-    "no derivative": ((*NET, "+model.kind=no derivative"), "", 2, "model: its gradients cannot be computed: "),
+    "no derivative": (
+        (*NET, "+model.kind=no derivative"), "", 2,
+        "model: its gradients cannot be computed, in a trial with 2 samples: ",
+    ),
     "loss": ((LOSS, "+loss.kind=bug"), "bug", 2, "loss: in a trial with 1 sample: my bug"),
     "detached loss": ((LOSS, "+loss.kind=detached"), "", 2, "loss: its result has no gradient"),
     "loss of each sample": ((LOSS, "+loss.kind=samples"), "", 2, "loss: gives a tensor of shape (1,) as the loss"),

@@ -229,9 +229,9 @@ def extras_of(key: str, node: Mapping[str, Any]) -> Any:
     return found
 
 
-def names_argument(node: Mapping[str, Any], name: str) -> bool:
-    """Tell whether the signature of a component's target has an argument of this name."""
-    return Component("", node).takes(name)
+def names_argument(node: Mapping[str, Any], name: str) -> inspect.Parameter | None:
+    """The argument of this name in the signature of a component's target; None if there is none."""
+    return Component("", node).parameters.get(name)
 
 
 def preferred_data(node: Mapping[str, Any], grey: bool) -> dict[str, Any]:

@@ -218,7 +218,6 @@ class Predictions(nn.Module):
 
         def undone(images: Tensor, *_: Any) -> Tensor:
             pixels = (images.float() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-            one = pixels[..., :1, :, :]
-            return pixels if pixels.shape[-3] == 3 else one.expand(*one.shape[:-3], 3, -1, -1)
+            return pixels if pixels.shape[-3] == 3 else pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
 
         return Fields(["0"] if names is None else names, undone)(data, torch.empty(0), 0)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from runner.data.workers import WorkerLoader
 from runner.models.heads import replace_head
 from runner.optim.losses import CrossEntropy, Focal
 from runner.run.finetune import Modules, explaining, head_of
-from runner.run.interfaces import calls_of, require_methods, takes_count
+from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
 from runner.tasks.task import SHOWS, STEPS, Task
@@ -67,7 +67,10 @@ def build_task_model_loss(
     config = with_changes(config, {"task": _filled_task(config, data)})
     task = build_task(config, data, fetch_weights)
     statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
-    filled = _filled(config.model, _model_facts(task.outputs(data.classes), data))
+    filled = _filled(config.model, _model_facts(_stated_outputs(task, data), data))
+    # Only by the config of a new run, as models of older checkpoints got None, which one that is None by default still gets
+    asks = fetch_weights and filled.get("num_classes") is None and names_argument(filled, "num_classes")
+    filled |= {"num_classes": task.outputs(data.classes) or None} if asks and asks.default is not None else {}
     config = with_changes(config, statistics | {"model": filled})
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     loss = build_loss(config, task, data)
@@ -89,13 +92,12 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
-    facts |= {"classes": list(data.classes)} if data.classes else {}  # not in the config: there may be thousands
+    if data.classes and (names := names_argument(config.task, "classes")) and names.default is names.empty:
+        facts["classes"] = list(data.classes)  # not in the config: there may be thousands
     with _of_bounded_size():  # of a teacher
         task: Task = build("task", config.task, facts=facts, fetch=fetch_weights)
     # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
     methods = {**calls_of(Task), **STEPS, **SHOWS}
-    if not takes_count(task):
-        methods["sample"] = ("modules",)
     if any(hasattr(task, name) for name in methods if name != "modules"):
         for name, default in vars(Task).items():
             if not name.startswith("_") and not hasattr(task, name):
@@ -156,12 +158,11 @@ def build_model(
     `image` gives an image as the model takes it, (1, C, H, W) on the CPU. Without `fetch_weights`, no trained weights are
     downloaded, for a model that gets its weights from a checkpoint.
     """
-    outputs, target = task.outputs(data.classes), str(config.model["_target_"])
+    outputs, target = _stated_outputs(task, data), str(config.model["_target_"])
     facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1
     head = extras_of("model", config.model).head
-    # A head that is replaced may have been made for other classes, and a task that says nothing may need other outputs
-    bound = head is None and getattr(task.outputs, "__func__", None) is not Task.outputs
-    _check_against_data("model", config.model, facts if bound else facts | {"num_classes": None}, background)
+    # A head that is replaced may have been made for other classes.
+    _check_against_data("model", config.model, facts if head is None else facts | {"num_classes": None}, background)
 
     # Classifiers of images take their channels from pairs of an image and a target
     if not data.channels and config.model.get("in_channels", 0) is None and target.startswith("runner.models."):
@@ -175,7 +176,7 @@ def build_model(
             raise UserError("model._target_", f"{target} gives a {type(model).__name__}", "a torch.nn.Module")
         if head is not None:
             hidden = None if head == "none" else [] if isinstance(head, str) else head
-            replace_head(model, head_of(model, image(), "model.head"), hidden, facts["num_classes"])
+            replace_head(model, head_of(model, image(), "model.head"), hidden, task.outputs(data.classes))
     return model
 
 
@@ -272,6 +273,11 @@ def num_classes_of(task: Task) -> int | None:
     """The number of classes or labels; None for a task that has none."""
     count = getattr(task, "num_classes", None)
     return count if isinstance(count, int) else None
+
+
+def _stated_outputs(task: Task, data: KnownData) -> int:
+    """The outputs that a task asks for; 0 if it has only the default, which a model may not follow."""
+    return 0 if getattr(task.outputs, "__func__", None) is Task.outputs else task.outputs(data.classes)
 
 
 def _task_facts(data: KnownData) -> dict[str, Any]:

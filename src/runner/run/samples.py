@@ -51,7 +51,7 @@ def generated(
     with evaluating(modules, inference=not is_sharded(modules)):
         seed_everything(seed)
         with precision.autocast(), blame("task", "its sample fails"):
-            found = task.sample(named, *([] if count is None else [count]))
+            found = task.sample(named, **({} if count is None else {"count": count}))
         reshard(modules)
         if not isinstance(found, Mapping):
             raise UserError("task", f"its sample gives a {type(found).__name__}", _ALLOWED)

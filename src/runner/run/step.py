@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +16,12 @@ from runner.config.schema.verbs import Profile
 from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
 from runner.engine.nonfinite import NonFiniteGuard
+from runner.engine.plan import Position
 from runner.engine.rank_step import RankStep, RankWindowStep
 from runner.engine.state import Optimizers, TrainState
 from runner.engine.step import AdaptiveClip, Step, Supervised, WindowStep, needs_window
 from runner.optim.kernels import plain_step
+from runner.run.interfaces import takes
 from runner.run.model import modules_of, optimizers_of
 from runner.run.run import Hardware
 from runner.runtime.toggles import Toggled
@@ -34,26 +34,30 @@ class TaskSteps:
     """The steps that a task computes itself; where it defines only one of them, the other is that of `Supervised`."""
 
     def __init__(self, task: Any, model: nn.Module, loss: nn.Module, progress: Callable[[], Progress]) -> None:
-        self._train, self._steps = (_called(task, name, progress) for name in ("training_step", "optimizer_steps"))
         self.modules, self._task, self.name = modules_of(model, loss), task, type(task).__name__
         self._supervised = Supervised(self.modules["model"], loss, task.targets)
         self.terms: dict[str, Tensor] = {}  # further scalars of the last batch
+        self._progress, self._told = progress, [name for name in STEPS if takes(task, name, "progress")]
+
+    def call(self, name: str, *given: Any) -> Any:
+        """Call a method of the task, and tell it how far training is if it takes that."""
+        told = {"progress": self._progress()} if name in self._told else {}
+        return getattr(self._task, name)(*given, **told)
 
     def __call__(self, data: Any) -> Tensor:
         """The mean loss of a batch, as the task computes it."""
         self.terms = {}
-        if self._steps is not None:
+        if _has(self._task, "optimizer_steps"):
             return sum((loss for _, _, loss, _ in self.alternate([data])), torch.zeros(()))
-        if self._train is None:
+        if not _has(self._task, "training_step"):
             return self._supervised(data)
-        loss, self.terms = _loss_and_terms(self._train(self.modules, data), "training_step")
+        loss, self.terms = _loss_and_terms(self.call("training_step", self.modules, data), "training_step")
         return loss
 
     def alternate(self, window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor, dict[str, Tensor]]]:
         """Number of a batch of the window, name of an optimizer, its loss, and scalars to log: those of each batch in turn."""
         names = optimizers_of(self._task, self.modules)
-        assert self._steps is not None, "the optimizers are several"
-        running = [self._steps(self.modules, data) for data in window]
+        running = [self.call("optimizer_steps", self.modules, data) for data in window]
         while True:
             first = ""
             for place, losses in enumerate(running):
@@ -134,28 +138,14 @@ def _has(task: Any, name: str) -> bool:
     return callable(getattr(task, name, None))
 
 
-def _called(task: Any, name: str, progress: Callable[[], Progress]) -> Callable[..., Any] | None:
-    """A method of a task, whose last argument is the progress if it takes that; None if there is no such method."""
-    method: Any = getattr(task, name, None)
-    with contextlib.suppress(ValueError, TypeError):  # of some methods that are not written in Python, and what is none
-        if "progress" in inspect.signature(method).parameters:
-            return lambda *given: method(*given, progress())
-    return method if callable(method) else None
+def steps_of(task: Any, model: nn.Module, loss: nn.Module, total: int, at: Callable[[], Position] = Position) -> Any:
+    """How the loss and the outputs of a batch are computed, in a run of `total` optimizer steps, by default at its start.
 
-
-def steps_of(task: Any, model: nn.Module, loss: nn.Module, progress: Callable[[], Progress]) -> Supervised | TaskSteps:
-    """How the loss and the outputs of a batch are computed.
-
-    `model` is what `build_modules` returned, and `progress` tells how far training is.
+    `model` is what `build_modules` returned.
     """
     if any(_has(task, name) for name in STEPS):
-        return TaskSteps(task, model, loss, progress)
+        return TaskSteps(task, model, loss, lambda: Progress(at().global_step, total, at().epoch))
     return Supervised(model, loss, task.targets)
-
-
-def first_steps(task: Any, model: nn.Module, loss: nn.Module, total: int) -> Any:
-    """The same before the first of `total` optimizer steps."""
-    return steps_of(task, model, loss, functools.partial(Progress, 0, total, 0))
 
 
 def build_step(
@@ -163,24 +153,18 @@ def build_step(
 ) -> Step:
     """What trains on a batch: a step of its own where the optimizer needs whole windows, and where several ranks train.
 
-    `total` is the number of optimizer steps of the run.
-
     Raises:
         UserError: if a setting cannot be combined with the steps of the task, the optimizer or the ranks.
     """
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained, after_step = config.grad_clip, nn.ModuleList([state.model, state.loss]), None
-
-    def progress() -> Progress:
-        return Progress(state.position.global_step, total, state.position.epoch)
-
-    steps = steps_of(task, state.model, loss, progress)
+    steps = steps_of(task, state.model, loss, total, lambda: state.position)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
             raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
         state.has_terms = True
-        if (method := _called(task, "after_step", progress)) is not None:
-            after_step = functools.partial(method, steps.modules)
+        if _has(task, "after_step"):
+            after_step = functools.partial(steps.call, "after_step", steps.modules)
     kind: Callable[..., Step] = Step
     if needs_window(state.optimizer):
         _check_window(config, state)

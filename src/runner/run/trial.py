@@ -48,12 +48,12 @@ _CGROUPS = (
 
 
 def probe(
-    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, steps: Any, evaluates: bool = True
+    steps: Any, task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, evaluates: bool = True
 ) -> list[str]:
     """Evaluate a sample, and compute the gradients of two as in training.
 
-    Weights, buffers, gradients, modes and random generators are left as they are. `steps` compute the loss as `steps_of` says,
-    and `evaluates` says whether the run evaluates at all. Returns the names of the scalars that an evaluation gives.
+    Weights, buffers, gradients, modes and random generators are left as they are. `evaluates` says whether the run evaluates
+    at all. Returns the names of the scalars that an evaluation gives.
     """
     scalars = list[str]()
     own = not data.pairs or isinstance(steps, TaskSteps)
@@ -61,10 +61,11 @@ def probe(
         _evaluate(task, model, loss, data)
     elif evaluates:
         scalars = _evaluate_own(task, steps, model, loss, data)
+    samples = len(data.trial.indices) if own else min(2, data.train.loader.batch_size, data.train.samples)
     with _training(model, loss):
         # A loss is dropped before the next one is computed, as in training
-        losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data)
-        trained = [_backward(value, "task" if own else "model") for value in losses]
+        losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data, samples)
+        trained = [_backward(value, "task" if own else "model", samples) for value in losses]
         if trained and not any(trained):
             _refuse_without_gradient("task" if own else "loss", model)
     return scalars
@@ -83,7 +84,7 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         allowed = f"a tensor of shape (1, {outputs}), one output per class or number"
         raise UserError("model", f"gives {got} for one image", allowed)
-    with evaluating(model, loss), explaining("loss", _trial_with(1)):
+    with evaluating(model, loss), explaining("loss", _tried(1)):
         scalar("loss", "gives", loss(logits, task.targets(data.example[1])))
 
 
@@ -93,8 +94,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
     if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
         check(batch.targets.cpu(), batch.indices.cpu())
-    fits = explaining("task", f"cannot evaluate a batch, {_trial_with(len(batch.indices))}", allowed)
-    with evaluating(model, loss), fits:
+    with evaluating(model, loss), explaining("task", f"cannot evaluate a batch, {_tried(len(batch.indices))}", allowed):
         found = steps.evaluated(batch.data)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
@@ -103,7 +103,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     return [name for name in found if name not in NO_MEANS]
 
 
-def _trial_with(samples: int) -> str:
+def _tried(samples: int) -> str:
     """The start of a message: a number in an error of torch, such as 2, may be that of the samples."""
     return f"in a trial with {samples} sample{'s' * (samples != 1)}: "
 
@@ -111,23 +111,22 @@ def _trial_with(samples: int) -> str:
 def _own_losses(task: Task, steps: Any, data: DataModule) -> Iterator[Tensor]:
     """The losses that a task computes of two samples, one for each step of an optimizer."""
     batch = data.trial
-    with explaining("task", f"cannot train on a batch, {_trial_with(len(batch.indices))}"):
+    with explaining("task", f"cannot train on a batch, {_tried(len(batch.indices))}"):
         if hasattr(task, "optimizer_steps"):
             yield from (value for _, _, value, _ in steps.alternate([batch.data]))
         else:
             yield steps(batch.data)
 
 
-def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> Iterator[Tensor]:
+def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, copies: int) -> Iterator[Tensor]:
     """The loss of two samples as in training, or of one if batches have one."""
-    copies = min(2, data.train.loader.batch_size, data.train.samples)
     images, targets = (each.expand(copies, *each.shape[1:]) for each in data.example)
-    indices, fits = indices_for(images), explaining("loss", _trial_with(copies))
+    indices, fits = indices_for(images), explaining("loss", _tried(copies))
     with explaining("transform.train", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):
         images = data.train.prepare(images, indices, 0)
     if data.train.mix is not None:
-        fits = explaining("transform.mix", "gives targets that task and loss cannot take: ", _MIXABLE)
-        with explaining("transform.mix", "cannot take a batch: ", "transform.mix=null"):
+        fits = explaining("transform.mix", f"gives targets that task and loss cannot take, {_tried(copies)}", _MIXABLE)
+        with explaining("transform.mix", f"cannot take a batch, {_tried(copies)}", "transform.mix=null"):
             images, targets = data.train.mix(images, targets, indices, 0)
     try:
         logits = model(images)
@@ -144,9 +143,10 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     yield value
 
 
-def _backward(value: Tensor, key: str) -> bool:
+def _backward(value: Tensor, key: str, samples: int) -> bool:
     """Compute the gradients of a loss, which `key` may be to blame for; whether it has any."""
-    with explaining(key, "its gradients cannot be computed: ", "" if torch.is_anomaly_enabled() else _ANOMALY):
+    problem = f"its gradients cannot be computed, {_tried(samples)}"
+    with explaining(key, problem, "" if torch.is_anomaly_enabled() else _ANOMALY):
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
     return value.requires_grad

@@ -27,11 +27,6 @@ class Progress:
     total_steps: int  # optimizer steps of the whole run
     epoch: int  # completed epochs
 
-    @property
-    def share(self) -> float:
-        """The share of the run that is completed, from 0 to below 1."""
-        return self.step / self.total_steps
-
 
 class Task:
     """Gives meaning to targets and outputs.
@@ -43,8 +38,8 @@ class Task:
     over, such as the number of valid pixels; without it, it is over the samples. An optional `after_step(modules)` is called
     at the end of each step, without gradients, for example to move a teacher towards the student. `modules` are the modules
     by name: `model`, `loss`, and what an optional method `modules(model, loss)` adds; `batch` is what `data.collate`, or an
-    optional static method `collate(samples)` of the task, has made of samples. Those of these methods that `STEPS` lists with
-    `progress` get a `Progress` as the last argument if they have a parameter of this name.
+    optional static method `collate(samples)` of the task, has made of samples. Methods that `STEPS` lists with `[progress]` get
+    a `Progress` if they have an argument of this name.
 
     An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
@@ -56,7 +51,7 @@ class Task:
     An optional `export_inputs(batch)` gives the inputs of the model, tensors (B, ...): one, a tuple, or a dict by the names of its
     arguments.
 
-    A constructor argument `num_classes` is filled with the number of classes, and `classes` with the list of their names.
+    A constructor argument `num_classes` is filled with the number of classes, and `classes` without a default with their names.
 
     Attributes that change while training are saved and restored by optional methods `state_dict()` and `load_state_dict(state)`.
 
@@ -95,20 +90,20 @@ class Task:
 
 
 STEPS = {
-    "training_step": ("modules", "batch", "progress"),
-    "optimizer_steps": ("modules", "batch", "progress"),
+    "training_step": ("modules", "batch", "[progress]"),
+    "optimizer_steps": ("modules", "batch", "[progress]"),
     "optimizers": ("modules",),
     "evaluation_step": ("modules", "batch"),
-    "after_step": ("modules", "progress"),
+    "after_step": ("modules", "[progress]"),
     "weight": ("batch",),
     "modules": ("model", "loss"),
 }
-"""Methods that a task may have to compute its steps, and what they are called with; `progress` only if they take it."""
+"""Methods that a task may have to compute its steps, and what they are called with, see `runner.run.interfaces.Calls`."""
 
 SHOWS = {
     "predict_step": ("modules", "batch"),
     "draw": ("sample", "outputs"),
-    "sample": ("modules", "count"),  # or without `count`
+    "sample": ("modules", "[count]"),
     "export_inputs": ("batch",),
 }
 """Those that it may have to show what the model makes of samples."""

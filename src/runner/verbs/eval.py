@@ -35,7 +35,7 @@ from runner.run.from_checkpoint import (
 )
 from runner.run.metrics import build_metrics
 from runner.run.model import build_task_model_loss, place
-from runner.run.step import TaskSteps, first_steps
+from runner.run.step import TaskSteps, steps_of
 from runner.run.trial import probe
 from runner.tracking.formats import digits, number
 from runner.tracking.verb_report import Report
@@ -90,8 +90,8 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         place(model, loss, device, config.channels_last, precision.weights)
         # A model that does not fit the data is a sentence before the first batch.
         attributes = SavedAttributes(task)
-        steps = first_steps(task, model, loss, max(1, resolved.record()["global_step"]))
-        probe(task, model, loss, splits, steps=steps)
+        steps = steps_of(task, model, loss, max(1, resolved.record()["global_step"]))
+        probe(steps, task, model, loss, splits)
         attributes.restore()
         resolved.load_weights(model, task, loss)
         limit = config.limit.eval_batches

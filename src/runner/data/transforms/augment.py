@@ -247,9 +247,8 @@ class Pipeline:
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise images (B, C, H, W) or frames (B, T, C, H, W) to `dtype`.
+        """Transform and normalise images (B, C, H, W) or frames (B, T, C, H, W), of bytes or floats from 0 to 1, to `dtype`.
 
-        They are uint8 with values 0 to 255 or float with values 0 to 1.
         `indices` identify the samples in their data set, int64 of shape (B,), on the device of `images`. Raises `UserError` if
         the statistics do not fit the channels.
         """
@@ -258,16 +257,16 @@ class Pipeline:
         if self._channels not in (1, images.shape[-3]):
             problem = f"has {self._channels} values, but the images have {images.shape[-3]} channels"
             raise UserError("data.normalize", problem, "one value per channel, or null to measure them")
+        if images.ndim > 4:
+            return torch.unflatten(self._normalised(images.flatten(0, -4)), 0, images.shape[:-3])
         return self._normalised(images)
 
     def _normalised(self, images: Tensor) -> Tensor:
         scale, shift = self.of_bytes if images.dtype == torch.uint8 else self._of_floats
         # Arithmetic with a value per channel is slow in NHWC, so it comes before the conversion.
-        # Frames stay as they are: torch has no such format for them.
-        form = self._format if images.ndim == 4 else torch.contiguous_format
-        converts = form == torch.channels_last and images.shape[1] > 1
+        converts = self._format == torch.channels_last and images.shape[1] > 1
         if images.device.type == "cpu" and (converts or 4 * images.numel() > _LARGE_BYTES):
-            normalised = torch.empty(images.shape, dtype=self._dtype, memory_format=form)
+            normalised = torch.empty(images.shape, dtype=self._dtype, memory_format=self._format)
             size = max(1, _BLOCK_BYTES // (4 * images[0].numel()))
             for given, place in zip(torch.split(images, size), torch.split(normalised, size), strict=True):
                 if converts:
@@ -276,7 +275,7 @@ class Pipeline:
                     place.copy_(given).mul_(scale).sub_(shift)
             return normalised
         # Two operations instead of one fused: they round the same wherever in a batch a pixel is.
-        return images.to(self._dtype, memory_format=form, copy=True).mul_(scale).sub_(shift)
+        return images.to(self._dtype, memory_format=self._format, copy=True).mul_(scale).sub_(shift)
 
 
 def as_shown(mean: Sequence[float] | None, std: Sequence[float] | None, reason: str = "") -> tuple[str, str, str]:

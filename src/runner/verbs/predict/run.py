@@ -45,7 +45,7 @@ from runner.run.from_checkpoint import (
     split_of,
     with_tta,
 )
-from runner.run.interfaces import takes_count
+from runner.run.interfaces import takes
 from runner.run.model import KnownData, build_task, model_of
 from runner.run.samples import generated, write_samples
 from runner.runtime.precision import Precision
@@ -154,7 +154,7 @@ def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
     _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
     device, precision = resolved.set_up_device("predict", report)
     task, modules = _restored(resolved, resolved.data_facts(), device)
-    if not takes_count(task):
+    if not takes(task, "sample", "count"):
         raise UserError("samples", f"{type(task).__name__} has no sample(modules, count)", "a task that has it")
     began = time.perf_counter()
     found = generated(task, modules, precision, config.seed, config.samples)
