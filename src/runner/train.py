@@ -33,7 +33,7 @@ from runner.run.optimizer import build_state
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
-from runner.run.samples import evaluated_and_sampled
+from runner.run.samples import Samples
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_step, first_steps, slow_guard
 from runner.runtime.shapes import COLUMNS, watching_shapes
@@ -186,6 +186,7 @@ def _train(
     # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [
         agreement,
+        *([Samples(run, loggers)] if hasattr(run.task, "sample") else []),
         *compiled,
         Progress(console.advance),
         *custom.values(),
@@ -195,13 +196,12 @@ def _train(
         RankBuffers(run, directory),
         saving.callback,
     ]
-    validate = functools.partial(evaluator.weights_and_average, "val")
     loop = Loop(
         run.step,
         source=data.train.loader,
         plan=run.plan,
         limits=run.length.limits,
-        evaluate=functools.partial(evaluated_and_sampled, run, validate, directory.path, loggers) if data.val else None,
+        evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
         directory=directory.path,
         monitor=run.monitor,

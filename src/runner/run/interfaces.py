@@ -10,7 +10,9 @@ from typing import Any
 from runner.base.errors import UserError
 
 Calls = Mapping[str, tuple[str, ...]]
-"""Names of methods, each with the names of the arguments that it is called with; `progress` only if it takes one."""
+"""Names of methods, each with the names of the arguments that it is called with; those of `_OPTIONAL` only if it takes them."""
+
+_OPTIONAL = ("progress", "count")
 
 
 def calls_of(protocol: type) -> Calls:
@@ -47,10 +49,11 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
             signature = inspect.signature(getattr(found, name))
         except (ValueError, TypeError):  # of some methods that are not written in Python
             continue
-        taken = [each for each in calls[name] if each != "progress" or each in signature.parameters]
+        taken = [each for each in calls[name] if each not in _OPTIONAL or each in signature.parameters]
         try:
-            # Arguments are bound to their own names, which tells whether `progress` is at its place
-            fits = signature.bind(*taken).arguments.get("progress", "progress") == "progress"
+            # Arguments are bound to their own names, which tells whether the optional one is at its place
+            bound = signature.bind(*taken).arguments
+            fits = all(bound.get(each, each) == each for each in _OPTIONAL)
         except TypeError:
             fits = False
         if not fits:
@@ -63,9 +66,4 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
 
 def _written(names: Sequence[str]) -> str:
     """Arguments as documentation writes them: `modules, batch[, progress]`."""
-    return ", ".join(names).replace(", progress", "[, progress]")
-
-
-def takes_count(task: Any) -> bool:
-    """Whether a task has a method `sample` with an argument `count`."""
-    return callable(getattr(task, "sample", None)) and "count" in inspect.signature(task.sample).parameters
+    return ", ".join(names[:1]) + "".join(f"[, {each}]" if each in _OPTIONAL else f", {each}" for each in names[1:])

@@ -26,7 +26,7 @@ from runner.data.workers import WorkerLoader
 from runner.models.heads import replace_head
 from runner.optim.losses import CrossEntropy, Focal
 from runner.run.finetune import Modules, explaining, head_of
-from runner.run.interfaces import calls_of, require_methods, takes_count
+from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
 from runner.tasks.task import SHOWS, STEPS, Task
@@ -94,8 +94,6 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
         task: Task = build("task", config.task, facts=facts, fetch=fetch_weights)
     # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
     methods = {**calls_of(Task), **STEPS, **SHOWS}
-    if not takes_count(task):
-        methods["sample"] = ("modules",)
     if any(hasattr(task, name) for name in methods if name != "modules"):
         for name, default in vars(Task).items():
             if not name.startswith("_") and not hasattr(task, name):

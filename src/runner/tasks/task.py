@@ -108,10 +108,10 @@ STEPS = {
 SHOWS = {
     "predict_step": ("modules", "batch"),
     "draw": ("sample", "outputs"),
-    "sample": ("modules", "count"),  # or without `count`
+    "sample": ("modules", "count"),
     "export_inputs": ("batch",),
 }
-"""Those that it may have to show what the model makes of samples."""
+"""Those that it may have to show what the model makes of samples; `count` only if `sample` takes it."""
 
 
 class Derived(Additive):

@@ -45,11 +45,10 @@ from runner.run.from_checkpoint import (
     split_of,
     with_tta,
 )
-from runner.run.interfaces import takes_count
 from runner.run.model import KnownData, build_task, model_of
 from runner.run.samples import generated, write_samples
 from runner.runtime.precision import Precision
-from runner.tasks.task import STEPS, Task
+from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
 from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
@@ -141,27 +140,20 @@ def run(composition: Composition) -> float:
     return float(record["images_per_s"])
 
 
-def _restored(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
-    """The task, and what `build_modules` returns, in the type of the config."""
-    task, modules = resolved.restore_model(data, device)
-    # As in training: in float32 each tensor keeps its type
-    return task, modules.to(torch.float64) if resolved.config.dtype == "float64" else modules
-
-
 def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
     """Write what the task generates with `sample(modules, count)` into a folder; returns how many samples a second."""
     config = resolved.config
     _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
     device, precision = resolved.set_up_device("predict", report)
-    task, modules = _restored(resolved, resolved.data_facts(), device)
-    if not takes_count(task):
-        raise UserError("samples", f"{type(task).__name__} has no sample(modules, count)", "a task that has it")
+    task, modules = resolved.restore_model(resolved.data_facts(), device)
+    if config.dtype == "float64":
+        modules.to(torch.float64)
     began = time.perf_counter()
     found = generated(task, modules, precision, config.seed, config.samples)
     if not world().first:
         return 0.0
     folder = output_folder(config.output, None, config.output_root, "predictions")
-    files = write_samples(found, folder, singles=True)
+    files = write_samples(found, folder)
     seconds = time.perf_counter() - began
     record = resolved.record() | {
         "samples": config.samples,
@@ -208,7 +200,10 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
 def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> Predictor:
     """What makes rows of the outputs of the model, or of what the task gives for each sample."""
     config = resolved.config
-    task, modules = _restored(resolved, data, device)
+    task, modules = resolved.restore_model(data, device)
+    dtype = getattr(torch, config.dtype)
+    if dtype == torch.float64:  # as in training: in float32 each tensor keeps its type
+        modules.to(dtype)
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
@@ -218,9 +213,7 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: t
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
     builder = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
     if config.tta:
-        model = with_tta(
-            model, task, resolved.blank_input(data).to(getattr(torch, config.dtype)), config.tta, config.tta_mean
-        )
+        model = with_tta(model, task, resolved.blank_input(data).to(dtype), config.tta, config.tta_mean)
     # Features come from the plain model, as its views would have one each
     layers = Extractor(plain, as_list(config.features)) if config.features else None
     return Predictor(model, lambda batch: builder.rows(model(batch.images).float().cpu()), builder.lists, layers)
