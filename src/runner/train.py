@@ -25,7 +25,7 @@ from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
 from runner.run.describe import show_run, start_progress
-from runner.run.evaluation import Evaluator
+from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
@@ -33,7 +33,6 @@ from runner.run.optimizer import build_state
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
-from runner.run.samples import Samples
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_step, first_steps, slow_guard
 from runner.runtime.shapes import COLUMNS, watching_shapes
@@ -186,7 +185,7 @@ def _train(
     # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [
         agreement,
-        *([Samples(run, loggers)] if hasattr(run.task, "sample") else []),
+        *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
         *custom.values(),

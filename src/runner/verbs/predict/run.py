@@ -32,7 +32,7 @@ from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
 from runner.run.directory import claim
-from runner.run.evaluation import Predictions
+from runner.run.evaluation import Predictions, generated, write_samples
 from runner.run.from_checkpoint import (
     MODEL,
     SPLITS,
@@ -46,7 +46,6 @@ from runner.run.from_checkpoint import (
     with_tta,
 )
 from runner.run.model import KnownData, build_task, model_of
-from runner.run.samples import generated, write_samples
 from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
@@ -142,31 +141,24 @@ def run(composition: Composition) -> float:
 
 def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
     """Write what the task generates with `sample(modules, count)` into a folder; returns how many samples a second."""
-    config = resolved.config
+    config, began = resolved.config, time.perf_counter()
     _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
     device, precision = resolved.set_up_device("predict", report)
     task, modules = resolved.restore_model(resolved.data_facts(), device)
     if config.dtype == "float64":
         modules.to(torch.float64)
-    began = time.perf_counter()
     found = generated(task, modules, precision, config.seed, config.samples)
     if not world().first:
         return 0.0
     folder = output_folder(config.output, None, config.output_root, "predictions")
-    files = write_samples(found, folder)
-    seconds = time.perf_counter() - began
-    record = resolved.record() | {
-        "samples": config.samples,
-        "numbers": {name: value for name, value in found.items() if isinstance(value, float)},
-        "files": [str(path) for path in files.values()],
-        "seconds": round(seconds, 3),
-        "output": str(folder),
-    }
-    if not report.json(record):
+    files = [str(path) for path in write_samples(found, folder).values()]
+    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
+    record = {"samples": config.samples, "numbers": numbers, "files": files, "output": str(folder)}
+    if not report.json(resolved.record() | record):
         report.line(resolved.described())
-        report.lines(*(f"{name} {number(value)}" for name, value in record["numbers"].items()), *record["files"])
+        report.lines(*(f"{name} {number(value)}" for name, value in numbers.items()), *files)
     report.folder(folder)
-    return float(config.samples or 0) / seconds
+    return (config.samples or 0) / (time.perf_counter() - began)
 
 
 def _refuse_keys(config: Predict, keys: Sequence[str], what: str) -> None:
