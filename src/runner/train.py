@@ -25,7 +25,7 @@ from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
 from runner.run.describe import show_run, start_progress
-from runner.run.evaluation import Evaluator
+from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
@@ -33,7 +33,6 @@ from runner.run.optimizer import build_state
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
-from runner.run.samples import evaluated_and_sampled
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_step, slow_guard, steps_of
 from runner.runtime.shapes import COLUMNS, watching_shapes
@@ -186,6 +185,7 @@ def _train(
     # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [
         agreement,
+        *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
         *custom.values(),
@@ -195,13 +195,12 @@ def _train(
         RankBuffers(run, directory),
         saving.callback,
     ]
-    validate = functools.partial(evaluator.weights_and_average, "val")
     loop = Loop(
         run.step,
         source=data.train.loader,
         plan=run.plan,
         limits=run.length.limits,
-        evaluate=functools.partial(evaluated_and_sampled, run, validate, directory.path, loggers) if data.val else None,
+        evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
         directory=directory.path,
         monitor=run.monitor,

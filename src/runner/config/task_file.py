@@ -69,7 +69,7 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
         if own & _STEPS and not says("loss", given):
             written["loss"] = "none"
         for each in {"data", "model"} & top - given:
-            if not isinstance(assigned.get(each, ast.Name()), ast.Name | ast.Attribute):
+            if each in assigned and not isinstance(assigned[each], ast.Name | ast.Attribute):
                 raise UserError("task", f"'{each}' of {file} is a value", f"a function or a class: def {each}(): ...")
         if "model" in top - given:
             written |= {"model": "null", "model._target_": f"{module}.model"}

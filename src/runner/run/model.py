@@ -131,9 +131,10 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     return together if given else model
 
 
-def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
-    """The modules by name, as the methods of a task take them; `model` is what `build_modules` returned."""
-    return {**(model if isinstance(model, Modules) else {"model": model}), "loss": loss}
+def modules_of(model: nn.Module, loss: nn.Module | None = None) -> dict[str, nn.Module]:
+    """What `build_modules` returned by name, as the methods of a task take it; a model that is only used has no loss."""
+    named = dict(model) if isinstance(model, Modules) else {"model": model}
+    return named if loss is None else {**named, "loss": loss}
 
 
 def optimizers_of(task: Any, modules: Mapping[str, nn.Module]) -> Mapping[str, Any]:

@@ -274,7 +274,7 @@ def _sheltered(name: str, logger: Logger, warn: Callable[[str], None]) -> Any:
                 reported.add(method)
                 warn(f"logger.{name}: {method} raised {with_place(error)}; the run continues")
 
-    methods = [each for each in (*calls_of(Logger), "finish", "show") if hasattr(logger, each)]
+    methods = [each for each in (*calls_of(Logger), "finish") if hasattr(logger, each)]
     return SimpleNamespace(**{each: functools.partial(call, each) for each in methods})
 
 

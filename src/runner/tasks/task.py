@@ -106,7 +106,7 @@ SHOWS = {
     "sample": ("modules", "[count]"),
     "export_inputs": ("batch",),
 }
-"""Those that it may have to show what the model makes of samples."""
+"""Those that it may have to show what the model makes of samples; `count` only if `sample` takes it."""
 
 
 class Derived(Additive):

@@ -224,10 +224,6 @@ class Background(Logger):
             self._warned = True
             self.warn(f"{self.name}: {self._trouble}; the run goes on, and metrics.jsonl has every row")
 
-    def show(self, files: Mapping[str, Path], global_step: int, epoch: int) -> None:
-        """Pass pictures (.png) and texts (.txt) that the task generated to the thread, as paths, which take no memory."""
-        self.log("sample", dict(files), global_step, epoch)
-
     def finish(self) -> None:
         """The run has ended, and its summary says how: wait a little for the thread, and say what is missing."""
         if self._ended or self._thread.ident is None:
@@ -336,8 +332,9 @@ class TensorBoard(Background):
                 values = {name: float(value) if known[name] else math.nan for name, value in record.items()}
                 super().log(split, values, resume_step or 0, epoch)
                 if split == "val":
-                    files = (directory / "samples" / f"step_{resume_step:08}").glob("*.*")
-                    self.show({path.stem: path for path in sorted(files)}, resume_step or 0, epoch)
+                    files = [each for each in directory.glob(f"samples/*_{resume_step:08}.*") if not each.is_symlink()]
+                    shown = {each.stem.rpartition("_")[0]: each for each in files}
+                    super().log("sample", shown, resume_step or 0, epoch)
 
     def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -385,17 +382,16 @@ class TensorBoard(Background):
 
         for row in rows:
             for name, value in row.metrics.items():
+                tag, place = f"{row.split}/{name}", (row.global_step, row.time)
                 if row.split == "prediction":
-                    self._writer.add_image(f"prediction/{name}", value, row.global_step, row.time)
-                elif row.split == "sample" and value.suffix == ".png":
+                    self._writer.add_image(tag, value, *place)
+                elif row.split != "sample":
+                    self._writer.add_scalar(f"{name}/{row.split}", value, *place)
+                elif value.suffix == ".png":
                     with Image.open(value) as image:
-                        pixels = np.asarray(image)
-                    self._writer.add_image(f"sample/{name}", pixels, row.global_step, row.time, dataformats="HWC")
-                elif row.split == "sample":  # an indented text is shown as it is, and not as Markdown
-                    text = textwrap.indent(value.read_text(), "    ")
-                    self._writer.add_text(f"sample/{name}", text, row.global_step, row.time)
-                else:
-                    self._writer.add_scalar(f"{name}/{row.split}", value, row.global_step, row.time)
+                        self._writer.add_image(tag, np.asarray(image), *place, dataformats="HWC")
+                else:  # an indented text is shown as it is, and not as Markdown
+                    self._writer.add_text(tag, textwrap.indent(value.read_bytes().decode(), "    "), *place)
         self._writer.flush()
 
     def end(self) -> None:

@@ -142,9 +142,8 @@ class MLflow(Tracker):
             client.log_batch(self._id, params=params[part], tags=changed[part])
 
     def deliver(self, rows: list[Row]) -> None:
-        """Send rows; pictures with their step, and texts as files of the run."""
+        """Send rows; samples as files of the run."""
         from mlflow.entities import Metric
-        from PIL import Image
 
         metrics = [
             Metric(_allowed(key), value, round(1000 * row.time), row.global_step)
@@ -155,13 +154,9 @@ class MLflow(Tracker):
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_METRICS])
         # Files come last, as they may have another server, whose failure costs no metrics
-        for sample in (row for row in rows if row.split == "sample" and self.artifacts):
-            for name, path in sample.metrics.items():
-                if path.suffix == ".png":
-                    with Image.open(path) as image:
-                        self._client.log_image(self._id, image, key=f"sample/{name}", step=sample.global_step)
-                else:
-                    self._client.log_artifact(self._id, str(path), f"samples/{path.parent.name}")
+        for row in rows:
+            for path in row.metrics.values() if row.split == "sample" and self.artifacts else ():
+                self._client.log_artifact(self._id, str(path), "samples")
 
     def end(self) -> None:
         """Upload files, and set the status."""
@@ -217,16 +212,14 @@ class WandB(Tracker):
         import wandb
 
         def shown(path: Path) -> Any:
-            picture = path.suffix == ".png"
-            return wandb.Image(str(path)) if picture else wandb.Html(f"<pre>{html.escape(path.read_text())}</pre>")
+            if path.suffix == ".png":
+                return wandb.Image(str(path))
+            return wandb.Html(f"<pre>{html.escape(path.read_bytes().decode())}</pre>")
 
         for row in rows:
             fixed = {"global_step": row.global_step, "epoch": row.epoch, "_timestamp": row.time}
-            if row.split == "sample":
-                values = {f"sample/{name}": shown(path) for name, path in row.metrics.items()}
-            else:
-                values = _values(row)
-            self._run.log(fixed | values, commit=True)
+            samples = {f"sample/{name}": shown(path) for name, path in row.metrics.items() if row.split == "sample"}
+            self._run.log(fixed | (samples or _values(row)), commit=True)
 
     def end(self) -> None:
         """Set the status, and complete the files."""

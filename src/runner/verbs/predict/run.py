@@ -32,7 +32,7 @@ from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
 from runner.run.directory import claim
-from runner.run.evaluation import Predictions
+from runner.run.evaluation import Predictions, generated, write_samples
 from runner.run.from_checkpoint import (
     MODEL,
     SPLITS,
@@ -45,11 +45,9 @@ from runner.run.from_checkpoint import (
     split_of,
     with_tta,
 )
-from runner.run.interfaces import takes
 from runner.run.model import KnownData, build_task, model_of
-from runner.run.samples import generated, write_samples
 from runner.runtime.precision import Precision
-from runner.tasks.task import STEPS, Task
+from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
 from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
@@ -141,40 +139,26 @@ def run(composition: Composition) -> float:
     return float(record["images_per_s"])
 
 
-def _restored(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> tuple[Task, nn.Module]:
-    """The task, and what `build_modules` returns, in the type of the config."""
-    task, modules = resolved.restore_model(data, device)
-    # As in training: in float32 each tensor keeps its type
-    return task, modules.to(torch.float64) if resolved.config.dtype == "float64" else modules
-
-
 def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
     """Write what the task generates with `sample(modules, count)` into a folder; returns how many samples a second."""
-    config = resolved.config
+    config, began = resolved.config, time.perf_counter()
     _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
     device, precision = resolved.set_up_device("predict", report)
-    task, modules = _restored(resolved, resolved.data_facts(), device)
-    if not takes(task, "sample", "count"):
-        raise UserError("samples", f"{type(task).__name__} has no sample(modules, count)", "a task that has it")
-    began = time.perf_counter()
+    task, modules = resolved.restore_model(resolved.data_facts(), device)
+    if config.dtype == "float64":
+        modules.to(torch.float64)
     found = generated(task, modules, precision, config.seed, config.samples)
     if not world().first:
         return 0.0
     folder = output_folder(config.output, None, config.output_root, "predictions")
-    files = write_samples(found, folder, singles=True)
-    seconds = time.perf_counter() - began
-    record = resolved.record() | {
-        "samples": config.samples,
-        "numbers": {name: value for name, value in found.items() if isinstance(value, float)},
-        "files": [str(path) for path in files.values()],
-        "seconds": round(seconds, 3),
-        "output": str(folder),
-    }
-    if not report.json(record):
+    files = [str(path) for path in write_samples(found, folder).values()]
+    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
+    record = {"samples": config.samples, "numbers": numbers, "files": files, "output": str(folder)}
+    if not report.json(resolved.record() | record):
         report.line(resolved.described())
-        report.lines(*(f"{name} {number(value)}" for name, value in record["numbers"].items()), *record["files"])
+        report.lines(*(f"{name} {number(value)}" for name, value in numbers.items()), *files)
     report.folder(folder)
-    return float(config.samples or 0) / seconds
+    return (config.samples or 0) / (time.perf_counter() - began)
 
 
 def _refuse_keys(config: Predict, keys: Sequence[str], what: str) -> None:
@@ -208,7 +192,10 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
 def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> Predictor:
     """What makes rows of the outputs of the model, or of what the task gives for each sample."""
     config = resolved.config
-    task, modules = _restored(resolved, data, device)
+    task, modules = resolved.restore_model(data, device)
+    dtype = getattr(torch, config.dtype)
+    if dtype == torch.float64:  # as in training: in float32 each tensor keeps its type
+        modules.to(dtype)
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
@@ -218,9 +205,7 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: t
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
     builder = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
     if config.tta:
-        model = with_tta(
-            model, task, resolved.blank_input(data).to(getattr(torch, config.dtype)), config.tta, config.tta_mean
-        )
+        model = with_tta(model, task, resolved.blank_input(data).to(dtype), config.tta, config.tta_mean)
     # Features come from the plain model, as its views would have one each
     layers = Extractor(plain, as_list(config.features)) if config.features else None
     return Predictor(model, lambda batch: builder.rows(model(batch.images).float().cpu()), builder.lists, layers)
