@@ -49,7 +49,7 @@ class Repeated(Networks):
 class Ramped(Networks):
     """Logs the progress with each loss."""
 
-    def optimizer_steps(self, modules, vectors, progress):
+    def optimizer_steps(self, modules, vectors, progress):  # type: ignore[override]
         for name, loss in super().optimizer_steps(modules, vectors):
             loss = loss["loss"] if isinstance(loss, dict) else loss
             yield name, {"loss": loss * progress.step / progress.total_steps, f"at_{name}": progress.step}

@@ -281,7 +281,7 @@ class Scheduled(MomentumHead):
         told = {"at": progress.step, "of": progress.total_steps, "epochs": progress.epoch}
         return {"loss": loss + progress.step / progress.total_steps * apart, **told}
 
-    def after_step(self, modules, *, progress):
+    def after_step(self, modules, *, progress):  # type: ignore[override]
         for slow, fast in zip(modules["slow"].parameters(), modules["head"].parameters(), strict=True):
             slow.lerp_(fast, 0.5 * (1 - progress.step / progress.total_steps))
 
@@ -329,7 +329,7 @@ class IsModule(nn.Module):
 
 
 class ProgressFirst(CountBoxes):
-    def training_step(self, progress, modules, batch):
+    def training_step(self, progress, modules, batch):  # type: ignore[override]
         return super().training_step(modules, batch)
 
 
