@@ -187,8 +187,8 @@ def test_predict_writes_a_grid_and_single_pictures(train: Callable[..., Any], pr
 
 @pytest.mark.parametrize(
     ("takes", "count"),
-    [("modules", None), ("modules, count", 16), ("modules, count=3", 3)]
-    + [(takes, "refused") for takes in ("count, modules", "modules, *, count", "modules, number")],
+    [("modules", None), ("modules, count", 16), ("modules, count=3", 3), ("modules, *, count", 16)]
+    + [(takes, "refused") for takes in ("count, modules", "modules, number")],
 )
 def test_a_count_is_passed_to_those_who_take_one(
     train: Callable[..., Any], refused: Callable[..., None], own_module: Any, takes: str, count: Any

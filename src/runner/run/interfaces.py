@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -27,7 +27,7 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
     """
     given = [name for name in calls if callable(getattr(found, name, None))]
     missing = [name for name in calls if name not in given and name not in optional]
-    listed = ", ".join(f"{name}({', '.join(names)})" for name, names in calls.items())
+    listed = ", ".join(f"{name}({_written(names)})" for name, names in calls.items())
     what = f"{target} gives a {type(found).__name__}"
     # A method with a slip in its name would never be called
     for name in dir(found) if optional else ():
@@ -55,7 +55,12 @@ def require_methods(key: str, target: str, found: Any, calls: Calls, optional: C
             # With the class that has it, as a base may have a method of this name for something else
             of = getattr(getattr(found, name), "__qualname__", name)
             problem = f"{what} whose {of}{signature} does not take {' and '.join([*needed, *taken]) or 'no arguments'}"
-            raise UserError(f"{key}._target_", problem, f"{name}({', '.join(('self', *calls[name]))})") from error
+            raise UserError(f"{key}._target_", problem, f"{name}({_written(('self', *calls[name]))})") from error
+
+
+def _written(names: Sequence[str]) -> str:
+    """Arguments as documentation writes them: `modules, batch[, progress]`."""
+    return ", ".join(names).replace(", [", "[, ")
 
 
 def takes(found: Any, method: str, argument: str) -> bool:
