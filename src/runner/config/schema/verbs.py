@@ -133,6 +133,7 @@ class Predict(Train):
     """Keys of `predict`: the images, what is said of each, and where it is written."""
 
     input: str | list[str] | None = None
+    samples: Count | None = None
     weights: Weights = "auto"
     output: str | None = None
     top_k: Count = 1
