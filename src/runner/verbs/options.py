@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically, writing
+from runner.base.files import make_folder, write_atomically, writing
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS, sources_and_words, split_words
 
@@ -55,15 +55,36 @@ def copy(argv: Sequence[str]) -> int:
     text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
     with writing(path, "copy", "another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text.encode())
+    write_atomically(path, with_modeline(group, text).encode())
+    print(f"for completion in editors: python -m runner show --schema {words[1]}")
     print(f"change {path}, then: python -m runner train --config-dir {words[1]} {group}={new}")
     print(path)
     return 0
 
 
+def with_modeline(group: str, text: str) -> str:
+    """The text of an option's file with a first line that names its schema for editors, which `show --schema FOLDER` writes."""
+    return f"# yaml-language-server: $schema={'../' * (group.count('/') + 1)}.schema/{group}.json\n{text}"
+
+
 def show(argv: Sequence[str]) -> int:
-    """Print the files of options (`group=option` or `group/option`), the lines of a key (`optimizer.lr`), or all top-level keys."""
-    sources, words = sources_and_words("show", argv)
+    """Print the files of options (`group=option` or `group/option`), the lines of a key (`optimizer.lr`), or all top-level keys.
+
+    With `--schema`, print the JSON schema of a primary config (`train` if none is named) or of the files of a group (`model`), or
+    write those of all groups into a folder of options, where the files that `copy` and `new` write look for them.
+    """
+    as_schema = "--schema" in argv
+    sources, words = sources_and_words("show", [word for word in argv if word != "--schema"])
+    if as_schema and words and Path(words[0]).is_dir() and words[0] not in sources.groups():
+        for group in sources.groups():
+            path = Path(words[0]) / ".schema" / f"{group}.json"
+            make_folder(path.parent)
+            write_atomically(path, json.dumps(_schema(group, sources)).encode())
+            print(path)
+        return 0
+    if as_schema:
+        print(json.dumps(_schema(words[0] if words else "train", sources), indent=1))
+        return 0
     for word in words or ["train"]:
         if files := _files(word, sources):
             for path in files:
@@ -72,6 +93,15 @@ def show(argv: Sequence[str]) -> int:
         else:
             print("\n".join(_explained(word, sources)), end="\n\n")
     return 0
+
+
+def _schema(name: str, sources: Sources) -> dict[str, Any]:
+    """The JSON schema of a primary config or of the files of a group; raises `UserError` if there is neither."""
+    if not (name in VERBS and VERBS[name].takes_config):
+        _options("show", name, sources)
+    from runner.verbs._schema import json_schema  # imports torch
+
+    return json_schema(name, sources, {(each.option, each.key): each.comment for each in _commented(sources)})
 
 
 def env(argv: Sequence[str]) -> int:

@@ -1,0 +1,118 @@
+"""JSON schemas of run configs and of the files of options, for editors: `show --schema`.
+
+They come from what validates a config: the typed schema, the signatures of the components that options name, and the comments in
+`conf/`. As a YAML file may be a part of a config, nothing is required, and any value may be an interpolation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import yaml
+
+from runner.base.errors import UserError
+from runner.config import keys
+from runner.config.schema import VERBS as SCHEMAS
+from runner.config.schema.sections import extras_class
+from runner.config.sources import Sources, text_of
+from runner.config.targets import Component, plain_kind, targets_in
+from runner.config.validate import adapter
+
+Schema = dict[str, Any]
+
+_LATER: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}  # an interpolation, or what has to be given
+_OF_HYDRA: Schema = {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
+_NESTED: Schema = {"type": ["object", "array", "null"]}
+_CONTROL: Schema = {"_target_": {"type": "string"}, "_partial_": {"type": "boolean"}, "_args_": {"type": "array"}}
+
+
+def json_schema(name: str, sources: Sources, comments: Mapping[tuple[str, str], str]) -> Schema:
+    """The schema of a primary config, such as `train`, or of the files of a group, such as `model`.
+
+    `comments` are those of `conf/` by (`group=option` or primary config, dotted key). Imports the modules of all components that
+    options name. An option whose component cannot be imported, such as that of an extra, may have any argument.
+    """
+    known: dict[str, dict[str, Schema]] = {}  # schemas of components by section and `_target_`
+    for group in sources.groups():
+        for option in sources.options(group):
+            about = {key: text for (where, key), text in comments.items() if where == f"{group}={option.name}"}
+            prefix = "" if option.is_global else f"{group.replace('/', '.')}."
+            for inside, target in targets_in(yaml.safe_load(text_of(option.path)) or {}):
+                section = prefix.rstrip(".") if inside in ("", "_target_") else prefix + inside
+                with contextlib.suppress(UserError):
+                    known.setdefault(section.split(".")[0], {})[target] = _component(section, target, about)
+    of_keys = {key: text for (where, key), text in comments.items() if where.partition("=")[0] in (where, name)}
+    is_global = any(option.is_global for option in sources.options(name))
+    verb = name if name in SCHEMAS else "train"
+    schema = _section(SCHEMAS[verb], "", of_keys, known)
+    if name not in SCHEMAS and not is_global:
+        for part in name.split("/"):
+            schema = schema["properties"][part]
+        schema = next(iter(schema.get("anyOf", [schema])))  # null and interpolations are for the key, not for a file
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        **schema,
+        "properties": schema["properties"] | _OF_HYDRA,
+    }
+
+
+def _section(
+    section: type, prefix: str, comments: Mapping[str, str], known: Mapping[str, Mapping[str, Schema]]
+) -> Schema:
+    properties: Schema = {}
+    own = adapter(section).json_schema()["properties"]
+    for name, annotation in keys.hints(section).items():
+        key = prefix + name
+        if dataclasses.is_dataclass(annotation):
+            found = _section(annotation, f"{key}.", comments, known)  # type: ignore[arg-type]
+        elif any(map(keys.is_node, keys.members(annotation))):
+            found = _either(_node(known.get(key.split(".")[0], {})), {"type": "null"})
+        elif keys.component_inside(annotation) is not None:
+            nodes = _node(known.get(key.split(".")[0], {}))
+            kinds = (
+                {"type": "object", "properties": {}, "additionalProperties": nodes},
+                {"type": "array", "items": nodes},
+            )
+            found = _either(*kinds, {"type": "null"})
+        else:
+            found = _either(own[name])
+        properties[name] = found | ({"description": comments[key]} if comments.get(key) else {})
+    return {"type": "object", "properties": properties, "additionalProperties": prefix == "search."}
+
+
+def _either(*schemas: Schema) -> Schema:
+    return {"anyOf": [*schemas, _LATER]}
+
+
+def _node(known: Mapping[str, Schema]) -> Schema:
+    """A component: the arguments of a `_target_` that an option names are known."""
+    cases = [
+        {"if": {"properties": {"_target_": {"const": target}}, "required": ["_target_"]}, "then": schema}
+        for target, schema in known.items()
+    ]
+    return {"type": "object", "properties": _CONTROL, **({"allOf": cases} if cases else {})}
+
+
+def _component(key: str, target: str, comments: Mapping[str, str]) -> Schema:
+    """The arguments of a component, and the keys beside them. Raises `UserError` if there is no such component."""
+    component = Component(key, {"_target_": target})
+    annotations = dict[str, Any]()
+    with contextlib.suppress(Exception):  # annotations of foreign code may name anything
+        annotations = get_type_hints(
+            component.target.__init__ if inspect.isclass(component.target) else component.target
+        )
+    extras = extras_class(key)
+    annotations |= (
+        {name: kind for name, kind in keys.hints(extras).items() if name in component.known_extras} if extras else {}
+    )
+    arguments: Schema = {}
+    for name in [*component.parameters, *component.known_extras]:
+        kind = plain_kind(annotations.get(name))
+        # Null is left to the data, and a component may be built in any place
+        found = _either(adapter(kind).json_schema(), _NESTED) if kind is not None else {}
+        arguments[name] = found | ({"description": text} if (text := comments.get(f"{key}.{name}")) else {})
+    return {"properties": arguments | _CONTROL | _OF_HYDRA, "additionalProperties": component.takes_any}
