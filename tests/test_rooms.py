@@ -219,8 +219,8 @@ BUDGET = {
     "runtime": 1_314,
     "sweeps": 1_833,
     "tasks": 777,
-    "tracking": 1_916,
-    "verbs": 2_374,
+    "tracking": 1_912,
+    "verbs": 2_410,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

@@ -37,7 +37,7 @@ def test_standard_output_is_the_summary_and_the_directory(workdir: Path, own_mod
 
 
 def test_a_sweep_ends_with_its_table(run: Callable[..., Any]) -> None:
-    result = run("train", *FAST, "--json", "optimizer.lr=0.1,0.01", "--multirun")
+    result = run("train", *FAST, "json=on", "optimizer.lr=0.1,0.01", "hydra/launcher=pool", "--multirun")
     assert result.status == 0, result.err
     (line,) = result.out.splitlines()
     found = json.loads(line)

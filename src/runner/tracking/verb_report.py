@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.files import finite
+from runner.base.reading import is_true
 from runner.tracking.console import Console
 
 
@@ -65,16 +66,11 @@ def ending_in_json(as_json: object) -> Iterator[dict[str, Any]]:
         with contextlib.redirect_stdout(sys.stderr):  # which may be other streams than those of the process
             yield record
     finally:
-        sys.stderr.flush()
+        sys.stdout.flush()  # of those who kept the stream
         os.dup2(output, 1)
         os.close(output)
         if record:  # it is empty after a mistake
             print(json.dumps(finite(record), allow_nan=False), flush=True)
-
-
-def is_true(value: object) -> bool:
-    """The value of a key before validation: quotes on the command line make a text of it."""
-    return str(value).lower() == "true"
 
 
 def mib(count: float, digits: int = 2) -> str:

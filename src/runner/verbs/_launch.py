@@ -124,7 +124,7 @@ def run_job(name: str, composition: Composition) -> None:
     if verb.keeps_runs:
         from runner.tracking.verb_report import ending_in_json
 
-        with ending_in_json(composition.job_dir is None and composition.values["json"]) as record:
+        with ending_in_json(not composition.supervised and composition.values["json"]) as record:
             directory, _ = run(composition)
             record |= directory.record()
             directory.finish()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from typing import Any, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, get_origin, get_type_hints
 
 import yaml
 
@@ -18,46 +18,48 @@ from runner.base.errors import UserError
 from runner.config import keys
 from runner.config.schema import VERBS as SCHEMAS
 from runner.config.schema.sections import extras_class
+from runner.config.schema.train import Train
 from runner.config.sources import Sources, text_of
-from runner.config.targets import Component, plain_kind, targets_in
+from runner.config.targets import FACTS, Component, plain_kind, targets_in
 from runner.config.validate import adapter
 
 Schema = dict[str, Any]
 
 _LATER: Schema = {"type": "string", "pattern": r"\$\{|^\?\?\?$"}  # an interpolation, or what has to be given
 _OF_HYDRA: Schema = {"defaults": {"type": "array"}, "hydra": {"type": "object"}}
-_NESTED: Schema = {"type": ["object", "array", "null"]}
+_NESTED: Schema = {"type": "object", "required": ["_target_"]}  # any argument may be a component
 _CONTROL: Schema = {"_target_": {"type": "string"}, "_partial_": {"type": "boolean"}, "_args_": {"type": "array"}}
 
 
-def json_schema(name: str, sources: Sources, comments: Mapping[tuple[str, str], str]) -> Schema:
-    """The schema of a primary config, such as `train`, or of the files of a group, such as `model`.
+def json_schemas(names: Sequence[str], sources: Sources, comments: Mapping[tuple[str, str], str]) -> dict[str, Schema]:
+    """The schemas of primary configs, such as `train`, and of the files of groups, such as `model`.
 
     `comments` are those of `conf/` by (`group=option` or primary config, dotted key). Imports the modules of all components that
     options name. An option whose component cannot be imported, such as that of an extra, may have any argument.
     """
     known: dict[str, dict[str, Schema]] = {}  # schemas of components by section and `_target_`
-    for group in sources.groups():
-        for option in sources.options(group):
-            about = {key: text for (where, key), text in comments.items() if where == f"{group}={option.name}"}
-            prefix = "" if option.is_global else f"{group.replace('/', '.')}."
-            for inside, target in targets_in(yaml.safe_load(text_of(option.path)) or {}):
-                section = prefix.rstrip(".") if inside in ("", "_target_") else prefix + inside
-                with contextlib.suppress(UserError):
-                    known.setdefault(section.split(".")[0], {})[target] = _component(section, target, about)
-    of_keys = {key: text for (where, key), text in comments.items() if where.partition("=")[0] in (where, name)}
-    is_global = any(option.is_global for option in sources.options(name))
-    verb = name if name in SCHEMAS else "train"
-    schema = _section(SCHEMAS[verb], "", of_keys, known)
-    if name not in SCHEMAS and not is_global:
-        for part in name.split("/"):
-            schema = schema["properties"][part]
-        schema = next(iter(schema.get("anyOf", [schema])))  # null and interpolations are for the key, not for a file
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        **schema,
-        "properties": schema["properties"] | _OF_HYDRA,
-    }
+    options = {group: sources.options(group) for group in sources.groups()}
+    for option in (each for several in options.values() for each in several):
+        where = f"{option.group}={option.name}"
+        about = {key: text for (place, key), text in comments.items() if place == where}
+        prefix = "" if option.is_global else f"{option.group.replace('/', '.')}."
+        for inside, target in targets_in(yaml.safe_load(text_of(option.path)) or {}):
+            section = prefix.rstrip(".") if inside in ("", "_target_") else prefix + inside
+            with contextlib.suppress(UserError):
+                known.setdefault(section.split(".")[0], {})[target] = _component(section, target, about)
+    schemas = {}
+    for name in names:
+        of_keys = {key: text for (where, key), text in comments.items() if where in ("train", name) or where in options}
+        schema = _section(SCHEMAS.get(name, Train), "", of_keys, known)
+        if name in options and not all(option.is_global for option in options[name]):
+            for part in name.split("/"):  # a section that the schema does not have may hold anything
+                schema = schema.get("properties", {}).get(part, {})
+            schema = next(
+                iter(schema.get("anyOf", [schema]))
+            )  # null and interpolations are for the key, not for a file
+        properties = schema.get("properties", {}) | _OF_HYDRA
+        schemas[name] = {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "properties": properties}
+    return schemas
 
 
 def _section(
@@ -69,19 +71,29 @@ def _section(
         key = prefix + name
         if dataclasses.is_dataclass(annotation):
             found = _section(annotation, f"{key}.", comments, known)  # type: ignore[arg-type]
-        elif any(map(keys.is_node, keys.members(annotation))):
-            found = _either(_node(known.get(key.split(".")[0], {})), {"type": "null"})
-        elif keys.component_inside(annotation) is not None:
-            nodes = _node(known.get(key.split(".")[0], {}))
-            kinds = (
-                {"type": "object", "properties": {}, "additionalProperties": nodes},
-                {"type": "array", "items": nodes},
-            )
-            found = _either(*kinds, {"type": "null"})
         else:
-            found = _either(own[name])
+            node, members = _node(known.get(key.split(".")[0], {})), keys.members(annotation)
+            several = {
+                dict: {"type": "object", "properties": {}, "additionalProperties": node},
+                list: {"type": "array", "items": node},
+            }
+            kinds = [node] if any(map(keys.is_node, members)) else []
+            if keys.component_inside(annotation) is not None:
+                kinds = [several[kind] for each in members if (kind := get_origin(keys.bare(each))) in several]
+            null = [{"type": "null"}] if type(None) in members else []
+            found = _either(*kinds, *null) if kinds else _either(_with_numbers(own[name]))
         properties[name] = found | ({"description": comments[key]} if comments.get(key) else {})
     return {"type": "object", "properties": properties, "additionalProperties": prefix == "search."}
+
+
+def _with_numbers(schema: Any) -> Any:
+    """A schema whose texts may be numbers, such as `name: 2024`, which validation turns into text."""
+    if isinstance(schema, list):
+        return [_with_numbers(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _with_numbers(value) for key, value in schema.items()}
+    return found | ({"type": ["string", "number"]} if found.get("type") == "string" and "enum" not in found else {})
 
 
 def _either(*schemas: Schema) -> Schema:
@@ -112,7 +124,9 @@ def _component(key: str, target: str, comments: Mapping[str, str]) -> Schema:
     arguments: Schema = {}
     for name in [*component.parameters, *component.known_extras]:
         kind = plain_kind(annotations.get(name))
-        # Null is left to the data, and a component may be built in any place
-        found = _either(adapter(kind).json_schema(), _NESTED) if kind is not None else {}
+        default = getattr(component.parameters.get(name), "default", None)
+        facts = FACTS.get(key if key in FACTS else key.split(".")[0], ())
+        others = [_NESTED, *([{"type": "null"}] if default is None or name in facts else [])]
+        found = _either(adapter(kind).json_schema(), *others) if kind is not None else {}
         arguments[name] = found | ({"description": text} if (text := comments.get(f"{key}.{name}")) else {})
     return {"properties": arguments | _CONTROL | _OF_HYDRA, "additionalProperties": component.takes_any}

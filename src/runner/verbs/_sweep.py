@@ -36,6 +36,11 @@ def run_sweep(verb: Verb, command: Composition, run_job: Callable[[str, Composit
 
     Raises `ConfigError` with every problem before the first job, `UserError` for what makes a sweep impossible.
     """
+    with ending_in_json(command.values["json"]) as record:
+        return _run(verb, command, run_job, record)
+
+
+def _run(verb: Verb, command: Composition, run_job: Callable[[str, Composition], None], record: dict[str, Any]) -> int:
     _check(command)
     values, launcher = command.values, functools.cache(lambda: _launcher(command))
 
@@ -52,8 +57,8 @@ def run_sweep(verb: Verb, command: Composition, run_job: Callable[[str, Composit
         search = Search(command, launcher, validate)
     plan: Plan = search.plan if search else plan_of(command, validate)
     place = Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"])
-    with ending_in_json(values["json"]) as record, opened_folder(place, plan) as folder:
-        console = Console(None)
+    console = Console(None)
+    with opened_folder(place, plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), console)
         # Whatever ends the jobs early, the table of those that ended is written and shown
         sweep.begin()
