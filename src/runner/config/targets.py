@@ -184,6 +184,12 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     return problems
 
 
+def plain_kind(annotation: Any) -> Any:
+    """What an argument takes, if that is nothing but what YAML has: numbers, texts, true, false, null, and lists; else None."""
+    kind = _without_tensors(annotation)
+    return kind if kind is not None and all(map(_is_plain, keys.members(kind))) else None
+
+
 def _is_plain(annotation: Any) -> bool:
     """Tell whether values of an annotation come from YAML as they are."""
     origin = get_origin(annotation)
