@@ -1,13 +1,14 @@
-"""Everything that needs a GPU, in one command of less than ten minutes: tests, and benchmarks as one Markdown table.
+"""What only a GPU shows, in parts of at most eight minutes: each prints Markdown tables, and writes their rows as JSON.
 
-    python scripts/gpu.py
-    python scripts/gpu.py --list
-    python scripts/gpu.py --only tests compile
-    python scripts/gpu.py --only cifar10 --airbench path/to/airbench94_muon.py --cifar path/to/data
+    python scripts/gpu.py steps --json steps.json
+    python scripts/gpu.py steps --only mlp lightning
+    python scripts/gpu.py recipe --airbench path/to/airbench94_muon.py --cifar path/to/data
+    python scripts/gpu.py bits --small
 
-Each entry is a command with its own time limit. A failure, a limit or a missing package becomes a row with the reason. Every
-ratio is the median of several, taken side by side in turns by `runner bench`, `benchmark_loop.py` or `benchmark_peers.py`.
-Where there is no GPU, this lists what it would run, with exit status 0.
+`--small` tries a part on the CPU, with tiny sizes that show nothing else. The loops that `runner` is compared with are in
+`scripts/loops` and `scripts/peers`. They train between its epochs, in the same process; one with workers, Lightning's Trainer
+and airbench's own file are processes that alternate with those of `runner`. Ratios are medians, with the smallest and the largest.
+A measurement that fails is a row with the reason, and the exit status is 1. Where there is no GPU, this lists the parts.
 """
 
 from __future__ import annotations
@@ -18,207 +19,476 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-TOTAL_S = 590.0
-SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+from benchmark_folder import make_folder
+from benchmark_peers import job_of, options, rounds
+from peers.machine import installed, machine
+from peers.processes import MeasurementFailed, run, turns, words
+from recipes import records
 
-Row = tuple[str, str, str, str]
-"""What was measured, against what, the result, and a note."""
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S, TURNS = 470.0, 8
+SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+QUIET = ("logger=none", "log.curves=false", "evaluate.every_epochs=null", "evaluate.test=false")
+SGD = ("data.split.val=0", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=constant", "checkpoint.every_epochs=null",
+       "checkpoint.min_seconds=0")  # fmt: skip
+FAST = ("amp=bf16", "channels_last=true")
+
+Row = dict[str, str | float]  # cells by column
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One command."""
+class Asked:
+    """What is measured where: the options, a folder to work in, and when the time is over."""
 
-    name: str
-    command: tuple[str, ...]  # after `python`; {device} and {folder} are filled in
-    limit_s: float
-    rows: Callable[[str, Path], list[Row]]  # reads what it printed, or wrote into the folder
-    also: tuple[int, ...] = ()  # exit statuses, besides 0, with which there is something to read
+    small: bool
+    device: str
+    folder: Path
+    deadline: float
+    airbench: Path | None = None
+    cifar: Path | None = None
 
-    def words(self, device: str, folder: str) -> list[str]:
-        """The command without its placeholders."""
-        return [word.replace("{device}", device).replace("{folder}", folder) for word in self.command]
+    @property
+    def common(self) -> tuple[str, ...]:
+        """Words for every run."""
+        return (f"device={self.device}", f"threads={self.threads}")
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of torch."""
+        return 1 if self.device == "cpu" else 4
+
+    def left(self) -> float:
+        """Seconds until the time is over."""
+        return max(1.0, self.deadline - time.monotonic())
+
+    def call(self, *command: str, allowed: Sequence[int] = (0,)) -> str:
+        """What `python COMMAND` prints, which must end with one of these statuses."""
+        status, printed = run([sys.executable, *command], ROOT, self.threads, self.left())
+        if status not in allowed:
+            raise MeasurementFailed(f"status {status}: {printed}")
+        return printed
+
+    def train(self, *words: str, allowed: int = 0) -> None:
+        """Run `runner train`, which must end with this status."""
+        self.call("-m", "runner", "train", *words, allowed=(allowed,))
+
+    def images(self, count: int, shrink: float) -> Path:
+        """A folder with JPEGs of about 500x375 pixels, divided by `shrink`, in `train`."""
+        if not (root := self.folder / "jpeg").exists():
+            make_folder(root / "train", count, shrink)
+        return root
+
+    def cifar10(self) -> tuple[str, ...]:
+        """Words for CIFAR-10, or for images that stand for it."""
+        if self.cifar is None and not self.small:
+            raise MeasurementFailed("needs --cifar, a folder of torchvision's CIFAR10")
+        made = ("data=synthetic", "data.image_size=32", "data.dataset.samples=64", "data.batch_size=32", "epochs=1")
+        return made if self.cifar is None else (f"data.root={self.cifar.resolve()}",)
 
 
-def of_tests(printed: str, folder: Path) -> list[Row]:
-    """Pytest's last line, and the tests that failed."""
-    lines = printed.strip().splitlines()
-    summary = next(
-        (line for line in reversed(lines) if re.search(r"\d+ (passed|failed|error|skipped)", line)), "nothing ran"
+class Kill:
+    """A callback that kills the run after each of these steps, once; `marks` is a folder for those that are done."""
+
+    def __init__(self, marks: str, steps: list[int]) -> None:
+        self._marks, self._steps = Path(marks), steps
+
+    def on_step(self, loop: Any) -> None:
+        """Kill the process."""
+        step = loop.state.position.global_step
+        mark = self._marks / str(step)
+        if step in self._steps and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def weights_of(asked: Asked, words: Sequence[str], kills: Sequence[int] = ()) -> str:
+    """SHA-256 of the weights of a run that is killed after these steps, and resumed each time."""
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        run, first = f"hydra.run.dir={folder}/run", [*words, *asked.common]
+        if kills:
+            first.append(f"callbacks.kill={{_target_: gpu.Kill, marks: {folder}, steps: {list(kills)}}}")
+        resumed = [f"ckpt_path={folder}/run", "trust=[gpu]"]
+        for number in range(len(kills) + 1):
+            status = -signal.SIGKILL if number < len(kills) else 0
+            asked.train(*(resumed if number else first), run, allowed=status)
+        sha: str = json.loads((Path(folder) / "run" / "summary.json").read_text())["weights_sha256"]
+        return sha
+
+
+def bits(asked: Asked, *setting: str, data: Sequence[str] = ()) -> list[Row]:
+    """Two runs that are left alone, and one that is killed; all three deterministic, if the two differ."""
+    began, size = time.monotonic(), (16, 512, 32) if asked.small else (32, 4096, 128)
+    model = ("model=small_cnn", "model.width=8") if asked.small else ("model=resnet18_cifar",)
+    synthetic = (
+        "data=synthetic",
+        *map("{}={}".format, ("data.image_size", "data.dataset.samples", "data.batch_size"), size),
     )
-    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return [("tests with `-m gpu`", "", summary.strip("= "), "; ".join(failed))]
+    words = (*model, *(data or synthetic), *QUIET, "data.hflip=0.5", "checkpoint.every_steps=5", "epochs=3", *setting)
+    first, second, killed = (weights_of(asked, words, kills) for kills in ((), (), (17,) if asked.small else (17, 36)))
+    same = first == second
+    row: Row = {"setting": " ".join(setting) or "as it comes", "repeated": "same bits" if same else "not deterministic",
+                "killed and resumed": "cannot be told" if not same else "same bits" if killed == first else "OTHER BITS",
+                "SHA-256": first[:16], "seconds": time.monotonic() - began}  # fmt: skip
+    again = not same and "deterministic=true" not in setting
+    return [row, *(bits(asked, *setting, "deterministic=true", data=data) if again else [])]
 
 
-def of_bench(printed: str, folder: Path) -> list[Row]:
-    """A row for each candidate of `runner bench`: speed, and peak memory, as ratios to the baseline."""
-    record = json.loads(printed[printed.index("{") :])
-    base, rows = record["baseline"]["peak_memory_bytes"], []
-    for each in record["candidates"]:
-        speed, peak = each["ratio"], each["peak_memory_bytes"]
-        result = f"{speed['median']:.2f} times as fast ({speed['low']:.2f} to {speed['high']:.2f})"
-        note = f"peak memory {peak / base:.2f} times ({peak / 2**20:,.0f} MiB)" if base else ""
-        rows.append(
-            (f"`{' '.join(each['overrides'])}`", "as configured", result, f"{note}; {each['verdict'] or 'pays'}")
-        )
-    return rows + [(f"`{each['what']}`", "as configured", "not measured", each["why"]) for each in record["left_out"]]
-
-
-def of_loops(printed: str, folder: Path) -> list[Row]:
-    """How long `runner` takes in terms of the other loops, by `benchmark_loop.py`."""
-    rows = []
-    for title, (name, *cells) in _contenders(printed):
-        if len(cells) == 3 and cells[1]:
-            rows.append(
-                (f"`runner`, {title}", name, cells[1], f"each process: {cells[2]}; {name} takes {cells[0]} a step")
-            )
-    return rows
-
-
-def of_peers(printed: str, folder: Path) -> list[Row]:
-    """How long the others take in terms of `runner`, by `benchmark_peers.py`."""
-    rows = []
-    for title, (name, *cells) in _contenders(printed):
-        if len(cells) < 4:
-            rows.append((f"{name}, {title}", "`runner`", "not measured", cells[0]))
-        elif name != "`runner`":
-            rows.append(
-                (f"{name}, {title}", "`runner`", f"{cells[2]} times as long ({cells[3]})", f"{cells[0]} a step")
-            )
-    return rows
-
-
-def _contenders(printed: str) -> Iterator[tuple[str, list[str]]]:
-    """Title and cells of the rows of Markdown tables that begin with a name."""
-    title = ""
-    for line in printed.splitlines():
-        title = line.removeprefix("### ") if line.startswith("### ") else title
-        if line.startswith("| `"):
-            yield title, [cell.strip() for cell in line.removeprefix("|").rstrip("| ").split("|")]
-
-
-def of_syncs(printed: str, folder: Path) -> list[Row]:
-    """Times that the host waits for the GPU within the traced steps, by the profiler's trace."""
-    (trace,) = folder.rglob("trace.json")
-    events = json.loads(trace.read_text())["traceEvents"]
-    steps = [event for event in events if event.get("name") == "step" and event.get("cat") == "user_annotation"]
-    inside = [
-        event["name"]
-        for event in events
-        if event.get("name") in SYNC and any(step["ts"] <= event["ts"] <= step["ts"] + step["dur"] for step in steps)
+def bits_of_workers(asked: Asked) -> list[Row]:
+    """JPEGs that 0, 4 and 12 workers read: all have the bits of the first."""
+    count, shrink, size, batch = (256, 8, 32, 16) if asked.small else (2048, 2, 64, 64)
+    data = ("data=image_folder", f"data.root={asked.images(count, shrink)}", "data.placement=disk", "data.split.test=0",
+            f"data.image_size={size}", f"data.batch_size={batch}")  # fmt: skip
+    found = [
+        bits(asked, f"data.num_workers={count}", "deterministic=true", data=data)[0]
+        for count in ((0, 2) if asked.small else (0, 4, 12))
     ]
-    which = ", ".join(f"{name} {inside.count(name)}" for name in SYNC if name in inside)
-    return [("host waits for the GPU", "", f"{len(inside)} in {len(steps)} steps", which)]
+    if len({row["SHA-256"] for row in found}) > 1:
+        raise MeasurementFailed(
+            "the number of workers changes the bits: " + ", ".join(str(row["SHA-256"]) for row in found)
+        )
+    return found
 
 
-def of_airbench(printed: str, folder: Path) -> list[Row]:
-    """Seconds and accuracy of `airbench_gpu.py`."""
-    lines = [line for line in printed.splitlines() if line.startswith("| `")]
-    cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
-    return [(name, "", f"{seconds} s, accuracy {accuracy}", f"{runs} runs") for name, seconds, accuracy, runs in cells]
+def of_file(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
+    """Seconds and accuracy of the runs that airbench's file prints, with the first, which warms up."""
+    for line in lines:
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if len(cells) == 6 and cells[1] == "eval":
+            yield float(cells[5]), float(cells[4])
 
 
-def bench(name: str, budget_s: float, limit_s: float, *words: str) -> Entry:
-    """An entry that compares settings with `runner bench`."""
-    common = ("device={device}", "json=true", f"budget_s={budget_s:g}", "output_root={folder}")
-    return Entry(name, ("-m", "runner", "bench", *IMAGES, *common, *words), limit_s, of_bench)
-
-
-TESTS = tuple(
-    sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu\n" in path.read_text()
-    )
-)
-IMAGES = ("data=synthetic", "data.dataset.samples=4096", "data.image_size=32", "data.batch_size=256", "threads=4")
-RESNET, VIT = ("model=resnet18_cifar",), ("model=vit_tiny",)
-LOOP = ("--contenders", "bare", "hand", "--threads", "4", "--repeats", "3", "--samples", "2560", "--device", "{device}")
-PEERS = ("--contenders", "runner", "accelerate", "lightning", "--threads", "4", "--repeats", "3")
-PROFILE = (*RESNET, *IMAGES, "device={device}", "trace_steps=5", "steps=10", "budget_s=20", "output={folder}/profile")
-
-ENTRIES = (
-    Entry("tests", ("-m", "pytest", "-q", "-n", "4", "-p", "no:benchmark", "-m", "gpu", *TESTS), 100, of_tests, also=(1,)),
-    Entry("loop", ("scripts/benchmark_loop.py", "--turns", "6", *LOOP), 90, of_loops),
-    Entry("loop of a large model", ("scripts/benchmark_loop.py", "--case", "resnet18", "--turns", "6", *LOOP), 45,
-          of_loops),
-    Entry("peers", ("scripts/benchmark_peers.py", "--case", "digits", "--epochs", "11", "--device", "{device}", *PEERS),
-          90, of_peers, also=(1,)),
-    bench("precision and layout", 30, 50, *RESNET, "toggles=[amp,channels_last,cudnn_benchmark,tf32]"),
-    bench("fused optimizers", 15, 30, *VIT, "toggles=[optimizer.fused,optimizer.foreach]"),
-    bench("compile", 45, 70, *VIT, "toggles=[compile]", "repeats=4"),
-    bench("CUDA graphs", 30, 55, *VIT, "toggles=[]", "compile=true", "vary.compiler.mode=[reduce-overhead]", "repeats=4"),
-    bench("pinned copies", 15, 30, *RESNET, "toggles=[data.placement]", "data.placement=disk", "data.num_workers=4",
-          "vary.data.pin_memory=[false]"),
-    bench("peak memory", 15, 30, *RESNET, "toggles=[activation_checkpointing,performance]", "optimizer=adamw"),
-    Entry("host waits", ("-m", "runner", "profile", *PROFILE), 35, of_syncs),
-)  # fmt: skip
-
-
-def run(entry: Entry, device: str, limit_s: float) -> list[Row]:
-    """The rows of an entry; one with the reason if it fails or takes longer than `limit_s` seconds."""
+def airbench(file: Path, data: Path, runs: int, limit_s: float) -> list[tuple[float, float]]:
+    """Run the file until it has finished so many runs."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *entry.words(device, folder)]
-        output = Path(folder) / "printed.txt"
-        with output.open("w") as file, (Path(folder) / "errors.txt").open("w") as errors:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=errors, start_new_session=True)
-            try:
-                status = process.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                return [(entry.name, "", "not measured", f"not finished after {limit_s:.0f} s")]
-            finally:  # workers and ranks are in the same group
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        said = (Path(folder) / "errors.txt").read_text().strip() or output.read_text().strip() or "nothing"
-        try:
-            rows = entry.rows(output.read_text(), Path(folder)) if status in (0, *entry.also) else []
-        except (ValueError, LookupError) as error:
-            rows, said = [], f"its output cannot be read: {error}"
-        reason = next((line for line in said.splitlines() if "error" in line.lower()), said.splitlines()[-1])
-        return rows or [(entry.name, "", "not measured", f"status {status}: {reason.strip()[:300]}")]
+        (Path(folder) / "cifar10").symlink_to(data.resolve())  # where it looks for the data
+        command = [sys.executable, "-u", str(file.resolve())]
+        with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+            timer = threading.Timer(limit_s, process.kill)
+            timer.start()
+            found = list(islice(of_file(process.stdout or ()), 1, 1 + runs))
+            timer.cancel()
+            process.kill()
+    if len(found) < runs:
+        raise MeasurementFailed(f"{file.name} finished {len(found)} of {runs} runs in {limit_s:.0f} s")
+    return found
+
+
+def seconds_of(lines: list[dict[str, Any]], batch_size: int) -> float:
+    """Seconds in which the batches of a run were trained, from its log lines."""
+    steps = [0, *(line["global_step"] for line in lines)]
+    spans = zip(pairwise(steps), lines, strict=True)
+    return sum((last - first) * batch_size / line["samples_per_s"] for (first, last), line in spans)
+
+
+def recipe_run(asked: Asked, seed: int) -> tuple[float, float]:
+    """Seconds of training, and accuracy with test-time augmentation, of a run of the recipe."""
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        run, words = Path(folder) / "run", ("experiment=cifar10_airbench", *QUIET, *asked.cifar10(), *asked.common)
+        asked.train(*words, f"hydra.run.dir={run}", f"seed={seed}")
+        last = f"ckpt_path={run}/checkpoints/last.safetensors"
+        printed = asked.call("-m", "runner", "eval", last, "split=val", "tta=[flip,shifts]", "json=true")
+        accuracy = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])["tta"]["metrics"]["accuracy"]
+        return seconds_of(records(run, "train"), 32 if asked.cifar is None else 1000), accuracy
+
+
+def recipes(asked: Asked) -> list[Row]:
+    """Half of the recipe's runs, those of airbench's file, and the other half."""
+    half = 1 if asked.small else 2
+    runs = {"`experiment=cifar10_airbench`": [recipe_run(asked, seed) for seed in range(half)]}
+    if asked.airbench and asked.cifar:
+        runs[f"`{asked.airbench.name}`"] = airbench(asked.airbench, asked.cifar, 2 * half, asked.left())
+    runs["`experiment=cifar10_airbench`"] += [recipe_run(asked, half + seed) for seed in range(half)]
+    rows: list[Row] = []
+    for name, found in runs.items():
+        seconds, accuracies = zip(*found, strict=True)
+        rows.append({"training": name, "seconds": statistics.median(seconds), "from": min(seconds), "to": max(seconds),
+                     "accuracy, mean": statistics.mean(accuracies), "runs": len(found)})  # fmt: skip
+    return rows
+
+
+def of_trace(events: Sequence[Mapping[str, Any]]) -> Row:
+    """Launches and kernels of a step, how long the device works and idles, and how often the host waits for it."""
+    steps = [event for event in events if event.get("name") == "step" and event.get("cat") == "user_annotation"]
+    calls = [
+        event
+        for event in events
+        if str(event.get("cat")).startswith("cuda_")
+        and any(step["ts"] <= event["ts"] <= step["ts"] + step["dur"] for step in steps)
+    ]
+    launches = {call["args"]["correlation"] for call in calls if "Launch" in call["name"]}
+    kernels = [each for each in events if each.get("cat") == "kernel" and each["args"]["correlation"] in launches]
+    busy, end = 0.0, 0.0
+    for each in sorted(kernels, key=lambda kernel: kernel["ts"]):
+        last = each["ts"] + each["dur"]
+        busy += max(0.0, last - max(end, each["ts"]))
+        end = max(end, last)
+    gaps = end - min((each["ts"] for each in kernels), default=end) - busy
+    found = {"launches": len(launches), "kernels": len(kernels), "kernels, ms": busy / 1e3, "gaps, ms": gaps / 1e3,
+             "host waits": sum(call["name"] in SYNC for call in calls)}  # fmt: skip
+    return {name: total / len(steps) for name, total in found.items()}
+
+
+def profile(asked: Asked, *words: str) -> list[Row]:
+    """What a step of the recipe consists of."""
+    count, samples, batch = (1, 64, 8) if asked.small else (10, 50_000, 1000)
+    data = ("data=synthetic", "data.image_size=32", f"data.dataset.samples={samples}", f"data.batch_size={batch}")
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        output = Path(folder) / "profile"
+        counts = (f"steps={count}", f"trace_steps={count}", f"warmup_steps={count}", "budget_s=60", f"output={output}")
+        asked.call("-m", "runner", "profile", "experiment=cifar10_airbench", *data, *asked.common, *counts, *words)
+        timed = json.loads((output / "profile.json").read_text())["step_ms"]
+        traced = of_trace(json.loads((output / "trace.json").read_text())["traceEvents"])
+    return [{"a step of": " ".join(["the recipe", *words]), "ms, not traced": timed["median"], **traced}]
+
+
+def ratio_row(case: str, other: str, found: Sequence[Mapping[str, float]]) -> Row:
+    """How long `runner` takes in terms of another loop, from the seconds of both in each turn."""
+    ratios = [turn["runner"] / turn[other] for turn in found]
+    ours, theirs = (statistics.median(turn[name] for turn in found) for name in ("runner", other))
+    return {"case": case, "against": f"`{other}`", "its step, ms": theirs * 1e3, "of `runner`, ms": ours * 1e3,
+            "ratio": statistics.median(ratios), "from": min(ratios), "to": max(ratios), "turns": len(ratios)}  # fmt: skip
+
+
+def step(asked: Asked, case: str, words: Sequence[str], loops: dict[str, Any], epochs: int) -> list[Row]:
+    """A run of `runner` with other loops between its epochs, in turns of so many epochs."""
+    epochs, count, warmup = (1, 2, 1) if asked.small else (epochs, TURNS, 2)
+    with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+        given = ("train", *words, *QUIET, *asked.common, f"output_root={name}", f"epochs={epochs * (count + warmup)}")
+        found = turns(given, loops, Path(name), asked.threads, epochs, warmup, asked.left())
+    return [ratio_row(case, other, found) for other in loops]
+
+
+def device_images(asked: Asked, model: str, compiled: bool = False) -> list[Row]:
+    """ResNet-50 on images of 224 pixels, or ViT-Tiny on images of 32, in the device's memory."""
+    size, batch, samples = (32, 4, 8) if asked.small else (224, 256, 2048) if model == "resnet50" else (32, 256, 25_600)
+    of_model = ("model=torchvision", "model.name=resnet50") if model == "resnet50" else ("model=vit_tiny",)
+    words = (*SGD, *FAST, *of_model, "data=synthetic", f"data.image_size={size}", f"data.dataset.samples={samples}",
+             f"data.batch_size={batch}", "transform=none", f"compile={str(compiled).lower()}")  # fmt: skip
+    loop = {"loop": "loops.device_images", "model": model, "device": asked.device, "samples": samples, "size": size,
+            "batch_size": batch, "compiled": compiled}  # fmt: skip
+    case = f"{model}, {size} pixels, batch {batch}, bf16, NHWC{', compiled' if compiled else ''}"
+    return step(asked, case, words, {"device_images": loop}, 3 if model == "resnet50" else 1)
+
+
+def mlp(asked: Asked, *further: str) -> list[Row]:
+    """An MLP on digits, against a loop without and one with CUDA graphs."""
+    epochs = 40
+    given = options(["--case", "digits", "--device", asked.device, "--epochs", str(epochs * (TURNS + 2))])
+    job, file = job_of(given, "digits", asked.threads, None), asked.folder / "job.json"
+    job.write(file)
+    ours = ("train", "callbacks.", "epochs=", "device=", "threads=", "output_root=", "evaluate.")
+    common = [word for word in words(job, file) if not word.startswith(ours)]
+    names = {"bare_loop": "peers.bare_loop"} | ({} if asked.device == "cpu" else {"mlp_graph": "loops.mlp_graph"})
+    loops = {name: {"loop": module, "job": file} for name, module in names.items()}
+    return step(asked, " ".join(["MLP on digits, batch 64", *further]), [*common, *further], loops, epochs)
+
+
+def lightning(asked: Asked) -> list[Row]:
+    """The MLP by Lightning's Trainer, each training a process."""
+    if installed("lightning") is None:
+        return [{"lightning": "not installed"}]
+    given = options(["--case", "digits", "--device", asked.device, "--epochs", "2" if asked.small else "41"])
+    job = job_of(given, "digits", asked.threads, None)
+    found, complaints = rounds(job, ["runner", "lightning"], 1 if asked.small else 3)
+    if complaints:
+        raise MeasurementFailed(complaints[0])
+    pairs = [{name: each[number]["step_s"] for name, each in found.items()} for number in range(len(found["runner"]))]
+    return [ratio_row("MLP on digits, batch 64", "lightning", pairs)]
+
+
+def scenes(asked: Asked, model: str) -> list[Row]:
+    """Detection or segmentation of drawn scenes."""
+    task, further = ("segmentation", ["model.aux_loss=true"])
+    if model.startswith("fasterrcnn"):
+        task, further = ("detection", ["loss=none", "+data.dataset.boxes=true"])
+    batch, steps = (2, 2) if asked.small else (8, 20) if asked.device != "cpu" else (2 if task == "detection" else 8, 2)
+    words = (*SGD, f"task={task}", f"model=torchvision_{task}", *further, f"model.name={model}", "transform=none",
+             "transform.sample_train=[{_target_: torchvision.transforms.v2.RandomHorizontalFlip}]", "data.images=['0']",
+             "data.dataset._target_=faults.scenes.Scenes", f"+data.dataset.samples={steps * batch}", f"data.batch_size={batch}",
+             "data.num_workers=0", "data.drop_last=true", "data.split.test=0", "data.normalize.mean=[0.0]",
+             "data.normalize.std=[1.0]", "optimizer.lr=0.0001", "optimizer.nesterov=false")  # fmt: skip
+    loop = {"loop": "loops.scenes", "model": model, "device": asked.device, "samples": steps * batch,
+            "batch_size": batch}  # fmt: skip
+    return step(asked, f"{model}, batch {batch}", words, {"scenes": loop}, 1)
+
+
+def jpeg(asked: Asked) -> list[Row]:
+    """ResNet-18 on JPEGs by `runner`, and by a loop with `ImageFolder` and a `DataLoader`, in alternating processes."""
+    count, size, batch, workers = (32, 32, 8, 2) if asked.small else (8192, 224, 256, os.cpu_count() or 1)
+    root, epochs, warmup = asked.images(count, 8 if asked.small else 1), *((2, 1) if asked.small else (5, 2))
+    crop = f"transform.sample_train=[{{_target_: runner.data.transforms.crops.RandomResizedCrop, size: {size}}}]"
+    flip = "transform.train=[{_target_: runner.data.transforms.augment.RandomFlip}]"
+    words = ("train", *QUIET, *SGD, *FAST, *asked.common, "model=torchvision", "model.name=resnet18", "data=image_folder",
+             f"data.root={root}", f"data.image_size={size}", "data.split.test=0", crop, flip, f"data.batch_size={batch}",
+             "data.drop_last=true", f"data.num_workers={workers}", f"epochs={epochs}")  # fmt: skip
+    loop = {"loop": "loops.jpeg", "root": str(root), "device": asked.device, "size": size, "batch_size": batch,
+            "workers": workers}  # fmt: skip
+    result, found = asked.folder / "seconds.json", []
+    for _ in range(1 if asked.small else 3):
+        with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+            ours = turns((*words, f"output_root={name}"), {}, Path(name), asked.threads, 1, warmup, asked.left())
+        asked.call("-m", "peers.turns", json.dumps(loop), str(epochs), str(result))
+        epoch_s = statistics.median(json.loads(result.read_text())[warmup:])
+        found.append({"runner": statistics.median(turn["runner"] for turn in ours), "jpeg": epoch_s / (count // batch)})
+    row = ratio_row(f"resnet18, {count} JPEGs, {size} pixels, batch {batch}, {workers} workers", "jpeg", found)
+    rates = [batch * 1e3 / float(row[name]) for name in ("of `runner`, ms", "its step, ms")]
+    return [row | {"images/s of `runner`": rates[0], "of the loop": rates[1]}]
+
+
+def starts(asked: Asked, *words: str) -> list[Row]:
+    """Seconds of runs of two steps: two of each setting, of which the first finds no compiled kernels."""
+    rows: list[Row] = []
+    for setting in ("compile=false", "compile=true", *(() if asked.small else ("compile=step",))):
+        with tempfile.TemporaryDirectory(dir=asked.folder) as name:
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{name}/inductor", "TRITON_CACHE_DIR": f"{name}/triton"}
+            given = (*words, *QUIET, *SGD, *asked.common, "epochs=null", "max_steps=2", setting, f"output_root={name}")
+            found = []
+            for _ in range(2):
+                began = time.monotonic()
+                with patch.dict(os.environ, caches):
+                    asked.train(*given)
+                found.append(time.monotonic() - began)
+        eager = float(rows[0]["second"]) if rows else found[1]
+        rows.append({"two steps of": " ".join([words[-1], setting]), "first start, s": found[0], "second": found[1],
+                     "more than without, s": found[0] - eager, "at the second": found[1] - eager})  # fmt: skip
+    return rows
+
+
+def cifar10(asked: Asked) -> list[Row]:
+    """Three seeds by `recipes.py`, which compares them with the stored runs."""
+    words = (*asked.cifar10(), *asked.common, *(("model.width=4",) if asked.small else ()))
+    seeds = "1" if asked.small else "3"
+    command = ("scripts/recipes.py", "cifar10_resnet18", "--folder", f"{asked.folder}/sweep", "--seeds", seeds)
+    printed = asked.call(*command, *words, allowed=(0, 1, 4))  # below the bar, or worse than the stored runs
+    lines = re.findall(r"^(?:\d+: )?accuracy.*$", printed, re.MULTILINE)
+    return [{"`experiment=cifar10_resnet18`, by seed and together": line.strip()} for line in lines]
+
+
+def of_tests(printed: str) -> list[Row]:
+    """Pytest's last line, and the tests that failed."""
+    totals = re.findall(r"\d+ (?:passed|failed|error|skipped).*", printed) or ["nothing ran"]
+    failed = [line.split(" - ")[0] for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return [{"tests with `-m gpu`": totals[-1].strip("= "), "failed": "; ".join(failed)}]
+
+
+def tests(asked: Asked) -> list[Row]:
+    """The tests that need a GPU; without one they are skipped."""
+    files = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu\n" in path.read_text())
+    pytest = ("-m", "pytest", "-q", "-n", "4", "-p", "no:benchmark", "--color=no", "-m", "gpu")
+    return of_tests(asked.call(*pytest, *files, allowed=(0, 1)))
+
+
+Cases = dict[str, Callable[[Asked], list[Row]]]
+
+
+def of(measure: Callable[..., list[Row]], **cases: str) -> Cases:
+    """Cases of a measurement that differ in their words."""
+    return {name: lambda asked, words=words: measure(asked, *words.split()) for name, words in cases.items()}  # type: ignore[misc]
+
+
+BATCHES = "data=synthetic data.dataset.samples=512 data.batch_size=256 transform=none amp=bf16 channels_last=true"
+PARTS: dict[str, tuple[str, Cases]] = {
+    "bits": ("runs killed within an epoch and resumed, repeated, and with other numbers of workers: SHA-256", of(
+        bits, plain="", deterministic="deterministic=true", bf16="amp=bf16 channels_last=true ema=0.99",
+        fp16="amp=fp16 accumulate=2 grad_clip.norm=1 epochs=5", compiled="amp=bf16 compile=true",
+    ) | {"workers": bits_of_workers}),
+    "recipe": ("the recipe for CIFAR-10 against the file that it follows, and what its step consists of", {
+        "both": recipes, **of(profile, profile="", profile_compiled="compile=true", profile_step="compile=step")}),
+    "steps": ("the time of a step beside that of loops by hand and of Lightning", {
+        "resnet50": partial(device_images, model="resnet50"), "vit_tiny": partial(device_images, model="vit_tiny"),
+        "resnet50_compiled": partial(device_images, model="resnet50", compiled=True),
+        **of(mlp, mlp="", mlp_step="compile=step", mlp_graphs="compile=step compiler.mode=reduce-overhead"), "lightning": lightning,
+        **of(scenes, faster_rcnn="fasterrcnn_mobilenet_v3_large_320_fpn", deeplab="deeplabv3_mobilenet_v3_large")}),
+    "jpeg": ("training from JPEG files, images a second", {"jpeg": jpeg}),
+    "compile": ("what compilation takes at the first and at the second start", of(
+        starts, compile_mlp="data=digits model=mlp",
+        compile_resnet50=f"{BATCHES} data.image_size=224 model=torchvision model.name=resnet50")),
+    "cifar10": ("CIFAR-10 with ResNet-18, three seeds", {"cifar10": cifar10}),
+    "tests": ("every test with the marker gpu", {"tests": tests}),
+}  # fmt: skip
+LARGE = {"compiled", "profile_compiled", "profile_step", "resnet50_compiled", "mlp_step", "mlp_graphs",
+         "compile_resnet50"}  # fmt: skip  # not with --small
+TOGETHER = {"bits": 6}  # cases at the same time, where no time is compared
+
+
+def measured(case: Callable[[Asked], list[Row]], asked: Asked, name: str) -> list[Row]:
+    """The rows of a case; if it fails, one with the reason."""
+    try:
+        return case(asked)
+    except MeasurementFailed as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return [
+            {name: "not measured", "why": next((line for line in lines if "error" in line.lower()), lines[-1])[:300]}
+        ]
+
+
+def table(asked: Asked, cases: Cases, together: int) -> list[Row]:
+    """Measure, and print the rows as they come, with the head of a table wherever the columns change."""
+    rows: list[Row] = []
+    with ThreadPoolExecutor(together) as pool:
+        for found in pool.map(lambda name: measured(cases[name], asked, name), cases):
+            for row in found:
+                if not rows or list(row) != list(rows[-1]):
+                    print("\n| " + " | ".join(row) + " |\n" + "|---" * len(row) + "|")
+                cells = [
+                    value if isinstance(value, str) else f"{value:,.{0 if value >= 100 else 3}f}"
+                    for value in row.values()
+                ]
+                print("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |", flush=True)
+                rows.append(row)
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run or list the entries."""
+    """Measure a part, or list them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [*(entry.name for entry in ENTRIES), "cifar10"]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="ENTRY", help=", ".join(names))
-    parser.add_argument("--device", default="cuda", help="cpu runs the entries without a GPU, to try this script")
-    parser.add_argument("--airbench", help="the file that the recipe for CIFAR-10 follows: runs both")
-    parser.add_argument("--cifar", help="folder of its data")
-    parser.add_argument("--list", action="store_true", help="show the commands, and run nothing")
-    asked = parser.parse_args(argv)
-    chosen = [entry for entry in ENTRIES if entry.name in asked.only]
-    if asked.airbench and asked.cifar:
-        command = ("scripts/airbench_gpu.py", asked.airbench, asked.cifar, "--runs", "3", "device={device}")
-        chosen.append(Entry("cifar10", command, 500, of_airbench))
-    absent = asked.device != "cpu" and not torch.cuda.is_available()
-    if absent or asked.list:
-        print("there is no CUDA device; on a machine with one, this would run:" if absent else "this would run:")
-        for entry in chosen:
-            words = shlex.join(["python", *entry.words(asked.device, "FOLDER")])
-            print(f"  {entry.name}, at most {entry.limit_s:.0f} s:\n    {words}")
+    parser.add_argument("part", nargs="?", choices=PARTS)
+    parser.add_argument("--only", nargs="+", metavar="CASE", help="some of its cases")
+    parser.add_argument("--small", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--device", default="cuda", help="where to train")
+    parser.add_argument("--json", type=Path, help="file for the rows, the machine and the versions")
+    parser.add_argument("--airbench", type=Path, help="the file that the recipe for CIFAR-10 follows")
+    parser.add_argument("--cifar", type=Path, help="folder of torchvision's CIFAR10")
+    given = parser.parse_args(argv)
+    device = "cpu" if given.small else given.device
+    absent = device != "cpu" and not torch.cuda.is_available()
+    if absent or given.part is None:
+        print("there is no CUDA device; with one, these run:" if absent else "the parts, with their cases:")
+        for name, (what, cases) in PARTS.items():
+            print(f"  python scripts/gpu.py {name}: {what}\n    {', '.join(cases)}")
         return 0
-    where = torch.cuda.get_device_name() if asked.device != "cpu" else "CPU"
-    print(f"{where}, torch {torch.__version__}, Python {sys.version.split()[0]}\n")
-    print("| measured | against | result | note |\n|---|---|---|---|", flush=True)
-    deadline = time.monotonic() + TOTAL_S
-    for entry in chosen:
-        left = deadline - time.monotonic()
-        rows = run(entry, asked.device, min(entry.limit_s, left)) if left > 1 else []
-        for row in rows or [(entry.name, "", "not measured", "the ten minutes are over")]:
-            print("| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in row) + " |", flush=True)
-    return 0
+    cases = {name: case for name, case in PARTS[given.part][1].items() if not given.small or name not in LARGE}
+    if unknown := set(given.only or ()) - set(cases):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; allowed for {given.part}: {', '.join(cases)}")
+    began, card = time.monotonic(), torch.cuda.get_device_name() if device != "cpu" else "CPU"
+    command = shlex.join(["python", "scripts/gpu.py", *(sys.argv[1:] if argv is None else argv)])
+    about = {"part": given.part, "command": command, "card": card, **machine()}
+    about["packages"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    print(f"{card}, {about['cores']} cores, torch {torch.__version__}, Python {about['python']}: `{command}`")
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Asked(given.small, device, Path(folder), began + LIMIT_S, given.airbench, given.cifar)
+        chosen = {name: case for name, case in cases.items() if name in (given.only or cases)}
+        rows = table(asked, chosen, TOGETHER.get(given.part, 1))
+    if given.json:
+        given.json.write_text(json.dumps(about | {"seconds": time.monotonic() - began, "rows": rows}, indent=2) + "\n")
+    return int(any("why" in row or "OTHER BITS" in row.values() for row in rows))
 
 
 if __name__ == "__main__":
