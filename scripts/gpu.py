@@ -27,23 +27,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
 
-from benchmark_folder import make_folder
-from benchmark_peers import job_of, options, rounds
+from benchmark_peers import job_of, options
 from peers.machine import installed, machine
-from peers.processes import MeasurementFailed, run, turns, words
+from peers.processes import MeasurementFailed, measure, run, turns, words
 from recipes import records
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S, TURNS = 470.0, 8
+TURNS = 8
 SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 QUIET = ("logger=none", "log.curves=false", "evaluate.every_epochs=null", "evaluate.test=false")
 SGD = ("data.split.val=0", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=constant", "checkpoint.every_epochs=null",
@@ -51,6 +50,7 @@ SGD = ("data.split.val=0", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=cons
 FAST = ("amp=bf16", "channels_last=true")
 
 Row = dict[str, str | float]  # cells by column
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,10 @@ class Asked:
         return 1 if self.device == "cpu" else 4
 
     def left(self) -> float:
-        """Seconds until the time is over."""
-        return max(1.0, self.deadline - time.monotonic())
+        """Seconds until the time is over, when it raises `MeasurementFailed`."""
+        if (left := self.deadline - time.monotonic()) <= 0:
+            raise MeasurementFailed("not measured before the time was over (--limit)")
+        return left
 
     def call(self, *command: str, allowed: Sequence[int] = (0,)) -> str:
         """What `python COMMAND` prints, which must end with one of these statuses."""
@@ -92,7 +94,7 @@ class Asked:
     def images(self, count: int, shrink: float) -> Path:
         """A folder with JPEGs of about 500x375 pixels, divided by `shrink`, in `train`."""
         if not (root := self.folder / "jpeg").exists():
-            make_folder(root / "train", count, shrink)
+            self.call("-c", f"from benchmark_folder import *; make_folder(Path('{root}/train'), {count}, {shrink})")
         return root
 
     def cifar10(self) -> tuple[str, ...]:
@@ -101,6 +103,14 @@ class Asked:
             raise MeasurementFailed("needs --cifar, a folder of torchvision's CIFAR10")
         made = ("data=synthetic", "data.image_size=32", "data.dataset.samples=64", "data.batch_size=32", "epochs=1")
         return made if self.cifar is None else (f"data.root={self.cifar.resolve()}",)
+
+
+def reason(error: Exception) -> str:
+    """Why a measurement failed, in a line: the first one that speaks of an error, or the last."""
+    text = str(error) if isinstance(error, MeasurementFailed) else repr(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    late = text.startswith("not ")  # finished, or measured: what follows is where it was
+    return next((line for line in lines if late or "error" in line.lower()), lines[-1])[:300]
 
 
 class Kill:
@@ -258,6 +268,19 @@ def profile(asked: Asked, *words: str) -> list[Row]:
     return [{"a step of": " ".join(["the recipe", *words]), "ms, not traced": timed["median"], **traced}]
 
 
+def attempts(count: int, attempt: Callable[[int], T]) -> tuple[list[T], list[Row]]:
+    """What so many attempts give; if a later one fails, what those before it gave, and a row with the reason."""
+    found: list[T] = []
+    for number in range(count):
+        try:
+            found.append(attempt(number))
+        except MeasurementFailed as error:
+            if not found:
+                raise
+            return found, [{"not measured": f"turn {number + 1} of {count}", "why": reason(error)}]
+    return found, []
+
+
 def ratio_row(case: str, other: str, found: Sequence[Mapping[str, float]]) -> Row:
     """How long `runner` takes in terms of another loop, from the seconds of both in each turn."""
     ratios = [turn["runner"] / turn[other] for turn in found]
@@ -306,11 +329,13 @@ def lightning(asked: Asked) -> list[Row]:
         return [{"lightning": "not installed"}]
     given = options(["--case", "digits", "--device", asked.device, "--epochs", "2" if asked.small else "41"])
     job = job_of(given, "digits", asked.threads, None)
-    found, complaints = rounds(job, ["runner", "lightning"], 1 if asked.small else 3)
-    if complaints:
-        raise MeasurementFailed(complaints[0])
-    pairs = [{name: each[number]["step_s"] for name, each in found.items()} for number in range(len(found["runner"]))]
-    return [ratio_row("MLP on digits, batch 64", "lightning", pairs)]
+
+    def attempt(number: int) -> dict[str, float]:
+        names = ("runner", "lightning")[:: 1 - 2 * (number % 2)]
+        return {name: measure(replace(job, contender=name), asked.left())["step_s"] for name in names}
+
+    found, late = attempts(1 if asked.small else 3, attempt)
+    return [ratio_row("MLP on digits, batch 64", "lightning", found), *late]
 
 
 def scenes(asked: Asked, model: str) -> list[Row]:
@@ -385,7 +410,7 @@ def of_tests(printed: str) -> list[Row]:
     """Pytest's last line, and the tests that failed."""
     totals = re.findall(r"\d+ (?:passed|failed|error|skipped).*", printed) or ["nothing ran"]
     failed = [line.split(" - ")[0] for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return [{"tests with `-m gpu`": totals[-1].strip("= "), "failed": "; ".join(failed)}]
+    return [{"tests with `-m gpu`": totals[-1].strip("= \r"), "failed": "; ".join(failed)}]
 
 
 def tests(asked: Asked) -> list[Row]:
@@ -432,18 +457,18 @@ def measured(case: Callable[[Asked], list[Row]], asked: Asked, name: str) -> lis
     """The rows of a case; if it fails, one with the reason."""
     try:
         return case(asked)
-    except MeasurementFailed as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return [
-            {name: "not measured", "why": next((line for line in lines if "error" in line.lower()), lines[-1])[:300]}
-        ]
+    except Exception as error:  # whatever it is, the other cases are measured
+        return [{name: "not measured", "why": reason(error)}]
 
 
-def table(asked: Asked, cases: Cases, together: int) -> list[Row]:
-    """Measure, and print the rows as they come, with the head of a table wherever the columns change."""
+def table(asked: Asked, cases: Cases, together: int, save: Callable[[list[Row]], None]) -> list[Row]:
+    """Measure, print and save the rows as they come, with the head of a table wherever the columns change."""
     rows: list[Row] = []
-    with ThreadPoolExecutor(together) as pool:
-        for found in pool.map(lambda name: measured(cases[name], asked, name), cases):
+    one_by_one = threading.Lock()
+
+    def show(name: str) -> None:
+        found = measured(cases[name], asked, name)
+        with one_by_one:
             for row in found:
                 if not rows or list(row) != list(rows[-1]):
                     print("\n| " + " | ".join(row) + " |\n" + "|---" * len(row) + "|")
@@ -453,6 +478,10 @@ def table(asked: Asked, cases: Cases, together: int) -> list[Row]:
                 ]
                 print("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |", flush=True)
                 rows.append(row)
+            save(rows)
+
+    with ThreadPoolExecutor(together) as pool:
+        list(pool.map(show, cases))
     return rows
 
 
@@ -466,6 +495,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the rows, the machine and the versions")
     parser.add_argument("--airbench", type=Path, help="the file that the recipe for CIFAR-10 follows")
     parser.add_argument("--cifar", type=Path, help="folder of torchvision's CIFAR10")
+    parser.add_argument("--limit", type=float, default=470.0, help="seconds after which nothing more is measured")
     given = parser.parse_args(argv)
     device = "cpu" if given.small else given.device
     absent = device != "cpu" and not torch.cuda.is_available()
@@ -483,11 +513,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     about["packages"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     print(f"{card}, {about['cores']} cores, torch {torch.__version__}, Python {about['python']}: `{command}`")
     with tempfile.TemporaryDirectory() as folder:
-        asked = Asked(given.small, device, Path(folder), began + LIMIT_S, given.airbench, given.cifar)
-        chosen = {name: case for name, case in cases.items() if name in (given.only or cases)}
-        rows = table(asked, chosen, TOGETHER.get(given.part, 1))
-    if given.json:
-        given.json.write_text(json.dumps(about | {"seconds": time.monotonic() - began, "rows": rows}, indent=2) + "\n")
+        asked = Asked(given.small, device, Path(folder), began + given.limit, given.airbench, given.cifar)
+        chosen = {name: cases[name] for name in given.only or cases}
+
+        def save(rows: list[Row]) -> None:
+            if given.json:
+                found = about | {"seconds": time.monotonic() - began, "rows": rows}
+                given.json.write_text(json.dumps(found, indent=2) + "\n")
+
+        rows = table(asked, chosen, TOGETHER.get(given.part, 1), save)
     return int(any("why" in row or "OTHER BITS" in row.values() for row in rows))
 
 

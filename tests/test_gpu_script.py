@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def test_the_first_command_of_every_case_is_valid_on_a_gpu(
 
     monkeypatch.setattr(gpu, "run", lambda command, *_: called(command[3:] if command[1:3] == ["-m", "runner"] else []))
     monkeypatch.setattr(gpu, "turns", called)
-    monkeypatch.setattr(gpu, "make_folder", lambda *_: None)
+    monkeypatch.setattr(gpu.Asked, "images", lambda *_: tmp_path)
+    monkeypatch.setattr(gpu, "measure", called)
     monkeypatch.setattr(gpu, "installed", lambda _: None)
     large = gpu.Asked(False, "cuda", tmp_path, time.monotonic() + 60, cifar=tmp_path)
     with contextlib.suppress(MeasurementFailed):
@@ -83,15 +85,19 @@ def test_what_fails_is_a_row_with_the_reason_and_the_others_are_measured(tmp_pat
     def fails(_: gpu.Asked) -> list[gpu.Row]:
         raise MeasurementFailed("status 1: Traceback\nValueError: no such thing | here\n\n")
 
+    saved: list[int] = []
     cases: gpu.Cases = {
         "one": fails,
         "two": lambda _: [{"a": "b", "c": 1234.5}],
         "three": lambda _: [{"a": "d", "c": 0.25}],
+        "four": lambda _: [{"a": "e", "c": 1 / 0}],
     }
-    rows = gpu.table(asked(tmp_path), cases, 1)
+    rows = gpu.table(asked(tmp_path), cases, 1, lambda rows: saved.append(len(rows)))
     assert rows[0] == {"one": "not measured", "why": "ValueError: no such thing | here"}
+    assert rows[3]["why"].startswith("ZeroDivisionError(")  # type: ignore[union-attr]
+    assert saved == [1, 2, 3, 4]
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert lines[2:] == [
+    assert lines[2:7] == [
         "| not measured | ValueError: no such thing / here |",
         "| a | c |",
         "|---|---|",
@@ -104,9 +110,22 @@ def test_a_command_that_fails_or_takes_too_long_is_a_failed_measurement(tmp_path
     assert asked(tmp_path).call("-c", "print(1)").strip() == "1"
     with pytest.raises(MeasurementFailed, match="status 3: so it is"):
         asked(tmp_path).call("-c", "print('so it is'); raise SystemExit(3)")
-    late = gpu.Asked(small=True, device="cpu", folder=tmp_path, deadline=0.0)
-    with pytest.raises(MeasurementFailed, match="status -9"):
-        late.call("-c", "import time; time.sleep(60)")
+    for deadline, said in ((time.monotonic() + 1, "not finished in 1 s"), (0.0, "before the time was over")):
+        late = gpu.Asked(small=True, device="cpu", folder=tmp_path, deadline=deadline)
+        with pytest.raises(MeasurementFailed, match=said):
+            late.call("-c", "import time; time.sleep(60)", allowed=(0, -9))
+    with pytest.raises(MeasurementFailed, match="no attempt"):
+        gpu.attempts(2, failing(0))
+    assert gpu.attempts(3, failing(1)) == ([0], [{"not measured": "turn 2 of 3", "why": "no attempt 1"}])
+
+
+def failing(first: int) -> Callable[[int], int]:
+    def attempt(number: int) -> int:
+        if number >= first:
+            raise MeasurementFailed(f"no attempt {number}")
+        return number
+
+    return attempt
 
 
 @pytest.mark.parametrize(
@@ -126,7 +145,7 @@ def test_bits_of_repeated_and_of_killed_runs_are_compared(
 
 
 def test_the_last_line_of_pytest_and_the_failed_tests_are_a_row() -> None:
-    printed = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\n"
+    printed = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\r\n"
     row = {"tests with `-m gpu`": "1 failed, 2 passed in 3.00s", "failed": "FAILED tests/test_gpu.py::test_one"}
     assert gpu.of_tests(printed) == [row]
 

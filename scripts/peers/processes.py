@@ -30,8 +30,8 @@ class MeasurementFailed(Exception):
     """A contender ended with an error; the message is the end of what it printed."""
 
 
-def measure(job: Job) -> dict[str, Any]:
-    """Carry out a job in a fresh process and a fresh scratch folder.
+def measure(job: Job, limit_s: float = DAY_S) -> dict[str, Any]:
+    """Carry out a job in a fresh process and a fresh scratch folder; `limit_s`: see `run`.
 
     Returns:
         `step_s`: seconds an optimizer step, from the end of the first epoch to the end of the last; `quickest_s`: the
@@ -47,7 +47,7 @@ def measure(job: Job) -> dict[str, Any]:
         file = folder / "job.json"
         job.write(file)
         command = ["runner", *words(job, file)] if job.contender == "runner" else ["peers.processes", str(file)]
-        status, printed = run([sys.executable, "-m", *command], folder, job.threads)
+        status, printed = run([sys.executable, "-m", *command], folder, job.threads, limit_s)
         if status != 0 or not Path(job.result).exists():
             raise MeasurementFailed(f"{job.contender} ended with status {status}:\n{printed[-3000:]}")
         found: dict[str, Any] = json.loads(Path(job.result).read_text())
@@ -78,7 +78,11 @@ def turns(words: Sequence[str], loops: Mapping[str, Mapping[str, Any]], folder: 
 
 
 def run(command: list[str], folder: Path, threads: int, limit_s: float = DAY_S) -> tuple[int, str]:
-    """Exit status of a command and what it showed on its terminal; it is killed with its processes after `limit_s`."""
+    """Exit status of a command and what it showed on its terminal.
+
+    Raises:
+        MeasurementFailed: if the command was killed, with its processes, after `limit_s`.
+    """
     paths = [str(_SCRIPTS), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     settings = {
         "PYTHONPATH": os.pathsep.join(
@@ -95,7 +99,13 @@ def run(command: list[str], folder: Path, threads: int, limit_s: float = DAY_S) 
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    timer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
+    late = threading.Event()
+
+    def kill() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit_s, kill)
     timer.daemon = True
     timer.start()
     try:
@@ -104,7 +114,10 @@ def run(command: list[str], folder: Path, threads: int, limit_s: float = DAY_S) 
         with contextlib.suppress(OSError):
             while chunk := os.read(ours, 65536):
                 shown += chunk
-        return process.wait(), shown.decode(errors="replace")
+        status = process.wait()
+        if status == -signal.SIGKILL and late.is_set():
+            raise MeasurementFailed(f"not finished in {limit_s:.0f} s: {shown.decode(errors='replace')[-300:]}")
+        return status, shown.decode(errors="replace")
     finally:
         timer.cancel()
         if process.poll() is None:  # interrupted
