@@ -132,8 +132,9 @@ def failing(first: int) -> Callable[[int], int]:
     ("shas", "found"),
     [
         (["a", "a", "a"], [("same bits", "same bits")]),
-        (["a", "a", "b"], [("same bits", "OTHER BITS")]),
+        (["a", "a", "b", "c", "c", "d"], [("same bits", "differs, not deterministic"), ("same bits", "OTHER BITS")]),
         (["a", "b", "a", "c", "c", "c"], [("not deterministic", "cannot be told"), ("same bits", "same bits")]),
+        (["a", "b", "a", "c", "d", "c"], [("not deterministic", "cannot be told"), ("OTHER BITS", "cannot be told")]),
     ],
 )
 def test_bits_of_repeated_and_of_killed_runs_are_compared(
@@ -142,6 +143,30 @@ def test_bits_of_repeated_and_of_killed_runs_are_compared(
     given = iter(shas)
     monkeypatch.setattr(gpu, "weights_of", lambda *_: next(given))
     assert [(row["repeated"], row["killed and resumed"]) for row in gpu.bits(asked(tmp_path), "amp=bf16")] == found
+
+
+def test_workers_that_change_the_bits_are_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = iter("aaaaba")  # three runs with no workers, and three with two
+    monkeypatch.setattr(gpu.Asked, "images", lambda *_: tmp_path)
+    monkeypatch.setattr(gpu, "weights_of", lambda *_: next(given))
+    assert [row["as without workers"] for row in gpu.bits_of_workers(asked(tmp_path))] == ["same bits", "same bits"]
+    given = iter("aaabbb")
+    assert [row["as without workers"] for row in gpu.bits_of_workers(asked(tmp_path))] == ["same bits", "OTHER BITS"]
+
+
+@pytest.mark.parametrize(("steps", "fails"), [("0 17 15 ", False), ("0 17 0 ", True), ("0 3 0 17 15", True)])
+def test_a_resume_from_elsewhere_than_a_checkpoint_before_the_kill_fails(
+    steps: str, fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(_: gpu.Asked, *words: str, allowed: int) -> None:
+        run = Path(words[-1].split("=")[1])
+        run.mkdir(exist_ok=True)
+        (run / "summary.json").write_text('{"weights_sha256": "a"}')
+        (run.parent / "steps").write_text(steps)
+
+    monkeypatch.setattr(gpu.Asked, "train", train)
+    with pytest.raises(MeasurementFailed, match="not resumed within") if fails else contextlib.nullcontext():
+        assert gpu.weights_of(asked(tmp_path), (), (17,)) == "a"
 
 
 def test_the_last_line_of_pytest_and_the_failed_tests_are_a_row() -> None:
