@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -44,13 +44,14 @@ from recipes import records
 ROOT = Path(__file__).resolve().parents[1]
 TURNS = 8
 SYNC = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 QUIET = ("logger=none", "log.curves=false", "evaluate.every_epochs=null", "evaluate.test=false")
 SGD = ("data.split.val=0", "optimizer=sgd", "optimizer.lr=0.02", "scheduler=constant", "checkpoint.every_epochs=null",
        "checkpoint.min_seconds=0")  # fmt: skip
+TIMED = (*QUIET, "log.every_steps=50")  # as the loops read the loss
 FAST = ("amp=bf16", "channels_last=true")
 
 Row = dict[str, str | float]  # cells by column
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -248,7 +249,7 @@ def recipes(asked: Asked) -> list[Row]:
 
 
 def of_trace(events: Sequence[Mapping[str, Any]]) -> Row:
-    """Launches and kernels of a step, how long the device works and idles, and how often the host waits for it."""
+    """Launches and kernels of a step, how long the device works, copying among it, and idles, and how often the host waits."""
     steps = [event for event in events if event.get("name") == "step" and event.get("cat") == "user_annotation"]
     calls = [
         event
@@ -256,15 +257,19 @@ def of_trace(events: Sequence[Mapping[str, Any]]) -> Row:
         if str(event.get("cat")).startswith("cuda_")
         and any(step["ts"] <= event["ts"] <= step["ts"] + step["dur"] for step in steps)
     ]
+    if not steps:
+        return {"why": "the trace has no steps"}
     launches = {call["args"]["correlation"] for call in calls if "Launch" in call["name"]}
-    kernels = [each for each in events if each.get("cat") == "kernel" and each["args"]["correlation"] in launches]
+    known = {call.get("args", {}).get("correlation", 0) for call in calls} - {0}
+    work = [each for each in events if each.get("cat") in ON_DEVICE and each["args"]["correlation"] in known]
     busy, end = 0.0, 0.0
-    for each in sorted(kernels, key=lambda kernel: kernel["ts"]):
+    for each in sorted(work, key=lambda event: event["ts"]):
         last = each["ts"] + each["dur"]
         busy += max(0.0, last - max(end, each["ts"]))
         end = max(end, last)
-    gaps = end - min((each["ts"] for each in kernels), default=end) - busy
-    found = {"launches": len(launches), "kernels": len(kernels), "kernels, ms": busy / 1e3, "gaps, ms": gaps / 1e3,
+    idle = end - min((each["ts"] for each in work), default=end) - busy
+    found = {"launches": len(launches), "kernels": sum(each["cat"] == "kernel" for each in work),
+             "busy, ms (traced)": busy / 1e3, "idle, ms (traced)": idle / 1e3,
              "host waits": sum(call["name"] in SYNC for call in calls)}  # fmt: skip
     return {name: total / len(steps) for name, total in found.items()}
 
@@ -282,12 +287,15 @@ def profile(asked: Asked, *words: str) -> list[Row]:
     return [{"a step of": " ".join(["the recipe", *words]), "ms, not traced": timed["median"], **traced}]
 
 
-def attempts(count: int, attempt: Callable[[int], T]) -> tuple[list[T], list[Row]]:
-    """What so many attempts give; if a later one fails, what those before it gave, and a row with the reason."""
-    found: list[T] = []
+Turns = list[dict[str, float]]
+
+
+def alternately(count: int, names: Sequence[str], seconds: Callable[[str], float]) -> tuple[Turns, list[Row]]:
+    """Seconds by name in each turn; every other turn is in reverse. If a later one fails, those before, and a row about it."""
+    found: Turns = []
     for number in range(count):
         try:
-            found.append(attempt(number))
+            found.append({name: seconds(name) for name in (names, names[::-1])[number % 2]})
         except MeasurementFailed as error:
             if not found:
                 raise
@@ -307,21 +315,21 @@ def step(asked: Asked, case: str, words: Sequence[str], loops: dict[str, Any], e
     """A run of `runner` with other loops between its epochs, in turns of so many epochs."""
     epochs, count, warmup = (1, 2, 1) if asked.small else (epochs, TURNS, 2)
     with tempfile.TemporaryDirectory(dir=asked.folder) as name:
-        given = ("train", *words, *QUIET, *asked.common, f"output_root={name}", f"epochs={epochs * (count + warmup)}")
+        given = ("train", *words, *TIMED, *asked.common, f"output_root={name}", f"epochs={epochs * (count + warmup)}")
         found = turns(given, loops, Path(name), asked.threads, epochs, warmup, asked.left())
     return [ratio_row(case, other, found) for other in loops]
 
 
 def device_images(asked: Asked, model: str, compiled: bool = False) -> list[Row]:
     """ResNet-50 on images of 224 pixels, or ViT-Tiny on images of 32, in the device's memory."""
-    size, batch, samples = (32, 4, 8) if asked.small else (224, 256, 2048) if model == "resnet50" else (32, 256, 25_600)
+    size, batch, samples = (32, 4, 8) if asked.small else (224, 256, 6144) if model == "resnet50" else (32, 256, 25_600)
     of_model = ("model=torchvision", "model.name=resnet50") if model == "resnet50" else ("model=vit_tiny",)
     words = (*SGD, *FAST, *of_model, "data=synthetic", f"data.image_size={size}", f"data.dataset.samples={samples}",
              f"data.batch_size={batch}", "transform=none", f"compile={str(compiled).lower()}")  # fmt: skip
     loop = {"loop": "loops.device_images", "model": model, "device": asked.device, "samples": samples, "size": size,
             "batch_size": batch, "compiled": compiled}  # fmt: skip
     case = f"{model}, {size} pixels, batch {batch}, bf16, NHWC{', compiled' if compiled else ''}"
-    return step(asked, case, words, {"device_images": loop}, 3 if model == "resnet50" else 1)
+    return step(asked, case, words, {"device_images": loop}, 1)
 
 
 def mlp(asked: Asked, *further: str) -> list[Row]:
@@ -334,7 +342,8 @@ def mlp(asked: Asked, *further: str) -> list[Row]:
     common = [word for word in words(job, file) if not word.startswith(ours)]
     names = {"bare_loop": "peers.bare_loop"} | ({} if asked.device == "cpu" else {"mlp_graph": "loops.mlp_graph"})
     loops = {name: {"loop": module, "job": file} for name, module in names.items()}
-    return step(asked, " ".join(["MLP on digits, batch 64", *further]), [*common, *further], loops, epochs)
+    given = [*common, *SGD[-2:], *further]  # the loops save nothing
+    return step(asked, " ".join(["MLP on digits, batch 64", *further]), given, loops, epochs)
 
 
 def lightning(asked: Asked) -> list[Row]:
@@ -343,12 +352,11 @@ def lightning(asked: Asked) -> list[Row]:
         return [{"lightning": "not installed"}]
     given = options(["--case", "digits", "--device", asked.device, "--epochs", "2" if asked.small else "41"])
     job = job_of(given, "digits", asked.threads, None)
-
-    def attempt(number: int) -> dict[str, float]:
-        names = ("runner", "lightning")[:: 1 - 2 * (number % 2)]
-        return {name: measure(replace(job, contender=name), asked.left())["step_s"] for name in names}
-
-    found, late = attempts(1 if asked.small else 3, attempt)
+    found, late = alternately(
+        1 if asked.small else 3,
+        ("runner", "lightning"),
+        lambda name: measure(replace(job, contender=name), asked.left())["step_s"],
+    )
     return [ratio_row("MLP on digits, batch 64", "lightning", found), *late]
 
 
@@ -365,7 +373,7 @@ def scenes(asked: Asked, model: str) -> list[Row]:
              "data.normalize.std=[1.0]", "optimizer.lr=0.0001", "optimizer.nesterov=false")  # fmt: skip
     loop = {"loop": "loops.scenes", "model": model, "device": asked.device, "samples": steps * batch,
             "batch_size": batch}  # fmt: skip
-    return step(asked, f"{model}, batch {batch}", words, {"scenes": loop}, 1)
+    return step(asked, f"{model}, batch {batch}", words, {"torchvision_style": loop}, 1)
 
 
 def jpeg(asked: Asked) -> list[Row]:
@@ -374,21 +382,27 @@ def jpeg(asked: Asked) -> list[Row]:
     root, epochs, warmup = asked.images(count, 8 if asked.small else 1), *((2, 1) if asked.small else (5, 2))
     crop = f"transform.sample_train=[{{_target_: runner.data.transforms.crops.RandomResizedCrop, size: {size}}}]"
     flip = "transform.train=[{_target_: runner.data.transforms.augment.RandomFlip}]"
-    words = ("train", *QUIET, *SGD, *FAST, *asked.common, "model=torchvision", "model.name=resnet18", "data=image_folder",
+    words = ("train", *TIMED, *SGD, *FAST, *asked.common, "model=torchvision", "model.name=resnet18", "data=image_folder",
              f"data.root={root}", f"data.image_size={size}", "data.split.test=0", crop, flip, f"data.batch_size={batch}",
              "data.drop_last=true", f"data.num_workers={workers}", f"epochs={epochs}")  # fmt: skip
     loop = {"loop": "loops.jpeg", "root": str(root), "device": asked.device, "size": size, "batch_size": batch,
             "workers": workers}  # fmt: skip
-    result, found = asked.folder / "seconds.json", []
-    for _ in range(1 if asked.small else 3):
-        with tempfile.TemporaryDirectory(dir=asked.folder) as name:
-            ours = turns((*words, f"output_root={name}"), {}, Path(name), asked.threads, 1, warmup, asked.left())
+    result = asked.folder / "seconds.json"
+
+    def seconds(name: str) -> float:
+        if name == "runner":
+            with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+                ours = turns(
+                    (*words, f"output_root={folder}"), {}, Path(folder), asked.threads, 1, warmup, asked.left()
+                )
+            return statistics.median(turn["runner"] for turn in ours)
         asked.call("-m", "peers.turns", json.dumps(loop), str(epochs), str(result))
-        epoch_s = statistics.median(json.loads(result.read_text())[warmup:])
-        found.append({"runner": statistics.median(turn["runner"] for turn in ours), "jpeg": epoch_s / (count // batch)})
+        return statistics.median(json.loads(result.read_text())[warmup:]) / (count // batch)
+
+    found, late = alternately(1 if asked.small else 3, ("runner", "jpeg"), seconds)
     row = ratio_row(f"resnet18, {count} JPEGs, {size} pixels, batch {batch}, {workers} workers", "jpeg", found)
     rates = [batch * 1e3 / float(row[name]) for name in ("of `runner`, ms", "its step, ms")]
-    return [row | {"images/s of `runner`": rates[0], "of the loop": rates[1]}]
+    return [row | {"images/s of `runner`": rates[0], "of the loop": rates[1]}, *late]
 
 
 def starts(asked: Asked, *words: str) -> list[Row]:
@@ -453,8 +467,9 @@ PARTS: dict[str, tuple[str, Cases]] = {
     "steps": ("the time of a step beside that of loops by hand and of Lightning", {
         "resnet50": partial(device_images, model="resnet50"), "vit_tiny": partial(device_images, model="vit_tiny"),
         "resnet50_compiled": partial(device_images, model="resnet50", compiled=True),
-        **of(mlp, mlp="", mlp_step="compile=step", mlp_graphs="compile=step compiler.mode=reduce-overhead"), "lightning": lightning,
-        **of(scenes, faster_rcnn="fasterrcnn_mobilenet_v3_large_320_fpn", deeplab="deeplabv3_mobilenet_v3_large")}),
+        **of(mlp, mlp="", mlp_step="compile=step"), "lightning": lightning,
+        **of(scenes, faster_rcnn="fasterrcnn_mobilenet_v3_large_320_fpn", deeplab="deeplabv3_mobilenet_v3_large"),
+        **of(mlp, mlp_graphs="compile=step compiler.mode=reduce-overhead")}),
     "jpeg": ("training from JPEG files, images a second", {"jpeg": jpeg}),
     "compile": ("what compilation takes at the first and at the second start", of(
         starts, compile_mlp="data=digits model=mlp",
@@ -487,7 +502,9 @@ def table(asked: Asked, cases: Cases, together: int, save: Callable[[list[Row]],
                 if not rows or list(row) != list(rows[-1]):
                     print("\n| " + " | ".join(row) + " |\n" + "|---" * len(row) + "|")
                 cells = [
-                    value if isinstance(value, str) else f"{value:,.{0 if value >= 100 else 3}f}"
+                    value
+                    if isinstance(value, str)
+                    else f"{value:,.{0 if value >= 100 or isinstance(value, int) else 3}f}"
                     for value in row.values()
                 ]
                 print("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |", flush=True)
@@ -524,6 +541,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began, card = time.monotonic(), torch.cuda.get_device_name() if device != "cpu" else "CPU"
     command = shlex.join(["python", "scripts/gpu.py", *(sys.argv[1:] if argv is None else argv)])
     about = {"part": given.part, "command": command, "card": card, **machine()}
+    about["packages"] |= {name: installed(name) for name in ("pillow", "torchcodec")}  # decoders of JPEG
     about["packages"] |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
     print(f"{card}, {about['cores']} cores, torch {torch.__version__}, Python {about['python']}: `{command}`")
     with tempfile.TemporaryDirectory() as folder:

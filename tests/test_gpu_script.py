@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,18 +113,24 @@ def test_a_command_that_fails_or_takes_too_long_is_a_failed_measurement(tmp_path
         late = gpu.Asked(small=True, device="cpu", folder=tmp_path, deadline=deadline)
         with pytest.raises(MeasurementFailed, match=said):
             late.call("-c", "import time; time.sleep(60)", allowed=(0, -9))
-    with pytest.raises(MeasurementFailed, match="no attempt"):
-        gpu.attempts(2, failing(0))
-    assert gpu.attempts(3, failing(1)) == ([0], [{"not measured": "turn 2 of 3", "why": "no attempt 1"}])
 
 
-def failing(first: int) -> Callable[[int], int]:
-    def attempt(number: int) -> int:
-        if number >= first:
-            raise MeasurementFailed(f"no attempt {number}")
-        return number
+def test_sides_alternate_and_turns_before_a_failure_are_kept() -> None:
+    seen: list[str] = []
 
-    return attempt
+    def seconds(name: str) -> float:
+        seen.append(name)
+        if len(seen) == 6:
+            raise MeasurementFailed("it is late")
+        return float(len(seen))
+
+    found, late = gpu.alternately(4, ("a", "b"), seconds)
+    assert found == [{"a": 1.0, "b": 2.0}, {"b": 3.0, "a": 4.0}]
+    assert late == [{"not measured": "turn 3 of 4", "why": "it is late"}]
+    assert seen == [*"abbaab"]
+    seen[:] = [""] * 5
+    with pytest.raises(MeasurementFailed, match="it is late"):
+        gpu.alternately(4, ("a", "b"), seconds)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +190,17 @@ def test_launches_kernels_gaps_and_waits_are_those_of_the_steps() -> None:
     calls = [
         event("cudaLaunchKernel", 20, correlation=1), event("cudaLaunchKernel", 2010, correlation=2),
         event("cudaLaunchKernel", 2020, correlation=3), event("cudaGraphLaunch", 2030, correlation=4),
-        event("cudaLaunchKernel", 900, correlation=5), event(gpu.SYNC[0], 12), event(gpu.SYNC[1], 3000),
+        event("cudaLaunchKernel", 900, correlation=5), event("cudaMemcpyAsync", 40, correlation=6),
+        event(gpu.SYNC[0], 12), event(gpu.SYNC[1], 3000),
     ]  # fmt: skip
     # The second and the third overlap by half, and those of the graph have the correlation of its launch
     kernels = [(100, 1000, 1), (3000, 1000, 2), (3500, 1000, 3), (6000, 250, 4), (6250, 250, 4), (900, 5, 5)]
     traced = [event("kernel", ts, dur, "kernel", correlation) for ts, dur, correlation in kernels]
-    found = gpu.of_trace([*steps, *calls, *traced])
-    assert found == {"launches": 2, "kernels": 2.5, "kernels, ms": 1.5, "gaps, ms": 1.7, "host waits": 0.5}
+    copied = event("copy", 1200, 400, "gpu_memcpy", 6)
+    found = gpu.of_trace([*steps, *calls, *traced, copied])
+    times = {"busy, ms (traced)": 1.7, "idle, ms (traced)": 1.5}
+    assert found == {"launches": 2, "kernels": 2.5, **times, "host waits": 0.5}
+    assert gpu.of_trace(calls) == {"why": "the trace has no steps"}
 
 
 def test_both_trainings_of_cifar10_are_read(tmp_path: Path) -> None:

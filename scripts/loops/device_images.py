@@ -22,7 +22,9 @@ def epochs(model: str, device: str, samples: int, size: int, batch_size: int, co
 
     network: nn.Module = resnet50(num_classes=10) if model == "resnet50" else ViT(3, (size, size), 10)
     network.train().to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    forward: Any = torch.compile(network) if compiled else network
+    # In the process of `runner`, which rounds to 16 bits where autocast does; torch alone does not
+    settings: Any = {"dynamic": False, "options": {"emulate_precision_casts": False}}
+    forward: Any = torch.compile(network, **settings) if compiled else network
     optimizer = torch.optim.SGD(
         network.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4, nesterov=True, fused=True
     )

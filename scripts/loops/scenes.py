@@ -1,4 +1,7 @@
-"""Faster R-CNN or DeepLabV3, both on MobileNetV3, on drawn scenes, in the manner of torchvision's references."""
+"""Faster R-CNN or DeepLabV3, both on MobileNetV3, on drawn scenes, in the manner of torchvision's references.
+
+As in these, batches are copied from pageable memory, and so are the masks, which Faster R-CNN does not use.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-LOG_EVERY = 50  # optimizer steps between readings of the loss: the default of `runner`
+LOG_EVERY = 50  # optimizer steps between readings of the loss; `runner` reads it 50 times a run and after each epoch
 MOMENTUM = 0.9  # Nesterov's
 WEIGHT_DECAY = 5e-4
 NOISE = 2.0  # of synthetic images: enough that a few epochs do not reach a loss of 0
