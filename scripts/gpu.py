@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -191,18 +191,38 @@ def bits_of_workers(asked: Asked) -> list[Row]:
     ]
 
 
-def of_file(lines: Iterable[str]) -> Iterator[tuple[float, float]]:
-    """Seconds and accuracy of the runs that airbench's file prints, with the first, which warms up."""
+class Training(NamedTuple):
+    """Epochs and steps of a training, its seconds, those without a cold start, and accuracy with test-time augmentation."""
+
+    epochs: int
+    steps: int
+    seconds: float
+    warm: float
+    accuracy: float
+
+
+def of_file(lines: Iterable[str]) -> Iterator[Training]:
+    """The runs that airbench's file prints, with the first, which warms up. Whitening is timed, and evaluation is not."""
+    epochs, seconds = 0, 0.0
     for line in lines:
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if len(cells) == 6 and cells[1] == "eval":
-            yield float(cells[5]), float(cells[4])
+        if len(cells) == 6 and cells[1].isdigit():
+            epochs, seconds = epochs + 1, float(cells[5])
+        elif len(cells) == 6 and cells[1] == "eval":
+            yield Training(epochs, epochs * 25, seconds, seconds, float(cells[4]))  # steps of 2,000 images
+            epochs = 0
 
 
-def airbench(file: Path, data: Path, runs: int, limit_s: float) -> list[tuple[float, float]]:
-    """Run the file until it has finished so many runs."""
+def airbench(file: Path, data: Path | None, runs: int, limit_s: float) -> list[Training]:
+    """Run the file until it has finished so many runs; without `data` on random images."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "cifar10").symlink_to(data.resolve())  # where it looks for the data
+        (place := Path(folder) / "cifar10").mkdir()  # where it looks for the data, and writes them as tensors
+        for path in data.resolve().iterdir() if data else ():
+            (place / path.name).symlink_to(path)
+        for name, count in () if data else (("train", 50_000), ("test", 10_000)):
+            images = torch.randint(256, (count, 32, 32, 3), dtype=torch.uint8)
+            made = {"images": images, "labels": torch.randint(10, (count,)), "classes": [*"abcdefghij"]}
+            torch.save(made, place / f"{name}.pt")
         command = [sys.executable, "-u", str(file.resolve())]
         with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
             timer = threading.Timer(limit_s, process.kill)
@@ -210,42 +230,67 @@ def airbench(file: Path, data: Path, runs: int, limit_s: float) -> list[tuple[fl
             found = list(islice(of_file(process.stdout or ()), 1, 1 + runs))
             timer.cancel()
             process.kill()
-    if len(found) < runs:
-        raise MeasurementFailed(f"{file.name} finished {len(found)} of {runs} runs in {limit_s:.0f} s")
+    if not found:
+        raise MeasurementFailed(f"{file.name} finished none of {runs} runs in {limit_s:.0f} s")
     return found
 
 
-def seconds_of(lines: list[dict[str, Any]], batch_size: int) -> float:
-    """Seconds in which the batches of a run were trained, from its log lines."""
+def seconds_of(lines: list[dict[str, Any]], batch_size: int) -> tuple[float, float]:
+    """Seconds in which the batches of a run were trained, from its log lines; and if its first tenth took as long as the rest."""
     steps = [0, *(line["global_step"] for line in lines)]
-    spans = zip(pairwise(steps), lines, strict=True)
-    return sum((last - first) * batch_size / line["samples_per_s"] for (first, last), line in spans)
+    spans = list(zip(pairwise(steps), (batch_size / line["samples_per_s"] for line in lines), strict=True))
+    whole = sum((last - first) * step_s for (first, last), step_s in spans)
+    warm = [(last - first, step_s) for (first, last), step_s in spans if first >= steps[-1] // 10]
+    return whole, sum(count * step_s for count, step_s in warm) * steps[-1] / sum(count for count, _ in warm)
 
 
-def recipe_run(asked: Asked, seed: int) -> tuple[float, float]:
-    """Seconds of training, and accuracy with test-time augmentation, of a run of the recipe."""
+def recipe_run(asked: Asked, seed: int) -> Training:
+    """A run of the recipe."""
+    batch, words = (32, asked.cifar10()) if asked.small else (1000, ("data.batch_size=1000",))
+    if not asked.small:  # images of either kind take the same time
+        words += (
+            asked.cifar10() if asked.cifar else ("data=synthetic", "data.image_size=32", "data.dataset.samples=50000")
+        )
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
-        run, words = Path(folder) / "run", ("experiment=cifar10_airbench", *QUIET, *asked.cifar10(), *asked.common)
-        asked.train(*words, f"hydra.run.dir={run}", f"seed={seed}")
+        run = Path(folder) / "run"
+        given = ("experiment=cifar10_airbench", *QUIET, *words, *asked.common)
+        asked.train(*given, f"hydra.run.dir={run}", f"seed={seed}")
         last = f"ckpt_path={run}/checkpoints/last.safetensors"
-        printed = asked.call("-m", "runner", "eval", last, "split=val", "tta=[flip,shifts]", "json=true")
-        accuracy = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])["tta"]["metrics"]["accuracy"]
-        return seconds_of(records(run, "train"), 32 if asked.cifar is None else 1000), accuracy
+        asked.call("-m", "runner", "eval", last, "split=val", "tta=[flip,shifts]", f"output={run}/views")
+        accuracy = json.loads((run / "views" / "eval_val.json").read_text())["tta"]["metrics"]["accuracy"]
+        lines = records(run, "train")
+        return Training(lines[-1]["epoch"], lines[-1]["global_step"], *seconds_of(lines, batch), accuracy)
 
 
 def recipes(asked: Asked) -> list[Row]:
     """Half of the recipe's runs, those of airbench's file, and the other half."""
-    half = 1 if asked.small else 2
-    runs = {"`experiment=cifar10_airbench`": [recipe_run(asked, seed) for seed in range(half)]}
-    if asked.airbench and asked.cifar:
-        runs[f"`{asked.airbench.name}`"] = airbench(asked.airbench, asked.cifar, 2 * half, asked.left())
-    runs["`experiment=cifar10_airbench`"] += [recipe_run(asked, half + seed) for seed in range(half)]
-    rows: list[Row] = []
-    for name, found in runs.items():
-        seconds, accuracies = zip(*found, strict=True)
-        rows.append({"training": name, "seconds": statistics.median(seconds), "from": min(seconds), "to": max(seconds),
-                     "accuracy, mean": statistics.mean(accuracies), "runs": len(found)})  # fmt: skip
-    return rows
+    half, file = 1 if asked.small else 2, asked.airbench
+
+    def ours(first: int) -> list[Training]:
+        return [recipe_run(asked, first + number) for number in range(half)]
+
+    runs: list[tuple[str, Callable[[], list[Training]]]] = [("`experiment=cifar10_airbench`", partial(ours, 0))]
+    if file is not None:
+        runs.append((f"`{file.name}`", lambda: airbench(file, asked.cifar, 2 * half, min(240.0, asked.left() / 2))))
+    runs.append((runs[0][0], partial(ours, half)))
+    found: dict[str, list[Training]] = {}
+    late: list[Row] = []
+    for name, train in runs:
+        try:
+            found.setdefault(name, []).extend(train())
+        except MeasurementFailed as error:
+            late.append({"training": name, "why": reason(error)})
+    return [recipe_row(name, each, asked.cifar is not None) for name, each in found.items() if each] + late
+
+
+def recipe_row(name: str, found: Sequence[Training], real: bool) -> Row:
+    """Median and range of the runs; per 1,000 images of CIFAR-10, as the numbers of epochs differ."""
+    seconds, warm = ([getattr(each, name) for each in found] for name in ("seconds", "warm"))
+    accuracy = statistics.mean(each.accuracy for each in found) if real else ""
+    return {"training": name, "epochs": found[0].epochs, "steps": found[0].steps, "seconds": statistics.median(seconds),
+            "from": min(seconds), "to": max(seconds), "seconds, warm": statistics.median(warm),
+            "warm, ms per 1,000 images": statistics.median(warm) * 1e3 / (50 * found[0].epochs),
+            "accuracy, mean": accuracy, "runs": len(found)}  # fmt: skip
 
 
 def of_trace(events: Sequence[Mapping[str, Any]]) -> Row:

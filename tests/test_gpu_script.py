@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def test_the_first_command_of_every_case_is_valid_on_a_gpu(
     given = list[str]()
 
     def called(command: Any, *_: Any) -> None:
-        given.extend(command)
+        given.extend(() if given else command)
         raise MeasurementFailed("not run")
 
     monkeypatch.setattr(gpu, "run", lambda command, *_: called(command[3:] if command[1:3] == ["-m", "runner"] else []))
@@ -209,14 +210,32 @@ def test_both_trainings_of_cifar10_are_read(tmp_path: Path) -> None:
         "|  warmup  |      1  |     0.8000  |   0.7000  |               |        0.3000  |",
         "|          |   eval  |     0.9300  |   0.9290  |       0.9390  |        9.1234  |",
         "|       0  |      1  |     0.8000  |   0.7000  |               |        0.3000  |",
+        "|          |      2  |     0.8500  |   0.8000  |               |        0.6000  |",
         "|          |   eval  |     0.9400  |   0.9310  |       0.9405  |        2.6000  |",
     ]
     file = tmp_path / "airbench.py"
     text = "\n".join(lines)
     file.write_text(f"import os, time\nassert os.path.isdir('cifar10/there')\nprint({text!r})\ntime.sleep(60)")
     (tmp_path / "data" / "there").mkdir(parents=True)
-    assert gpu.airbench(file, tmp_path / "data", 1, 60.0) == [(2.6, 0.9405)], "without the run that warms up"
-    with pytest.raises(MeasurementFailed, match="finished 1 of 2 runs"):
-        gpu.airbench(file, tmp_path / "data", 2, 2.0)
-    logged = [{"global_step": 50, "samples_per_s": 1000.0}, {"global_step": 60, "samples_per_s": 500.0}]
-    assert gpu.seconds_of(logged, 100) == 50 * 100 / 1000 + 10 * 100 / 500
+    run = gpu.Training(epochs=2, steps=50, seconds=0.6, warm=0.6, accuracy=0.9405)
+    assert gpu.airbench(file, tmp_path / "data", 1, 60.0) == [run], "without the run that warms up, and its evaluation"
+    assert gpu.airbench(file, tmp_path / "data", 2, 2.0) == [run], "those that it finished"
+    file.write_text(
+        "import torch, time\nfor name in ('train', 'test'): torch.load(f'cifar10/{name}.pt')\n" + "time.sleep(60)"
+    )
+    with pytest.raises(MeasurementFailed, match="finished none of 1 runs in 4 s"):
+        gpu.airbench(file, None, 1, 4.0)
+    logged = [{"global_step": 6, "samples_per_s": 100.0}, {"global_step": 60, "samples_per_s": 500.0}]
+    assert gpu.seconds_of(logged, 100) == pytest.approx((6 * 1.0 + 54 * 0.2, 60 * 0.2))
+
+
+def test_runs_of_the_recipe_are_kept_where_airbench_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise MeasurementFailed("finished none")
+
+    monkeypatch.setattr(gpu, "airbench", fails)
+    monkeypatch.setattr(gpu, "recipe_run", lambda _, seed: gpu.Training(10, 500, 5.0 - seed, 3.0, 0.94))
+    ours, theirs = gpu.recipes(replace(asked(tmp_path), airbench=Path("airbench.py"), cifar=tmp_path))
+    assert theirs == {"training": "`airbench.py`", "why": "finished none"}
+    assert (ours["runs"], ours["from"], ours["to"], ours["warm, ms per 1,000 images"]) == (2, 4.0, 5.0, 6.0)
+    assert gpu.recipes(asked(tmp_path))[0]["accuracy, mean"] == "", "none of images that stand for CIFAR-10"
