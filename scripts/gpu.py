@@ -1,10 +1,14 @@
 """What only a GPU shows, in parts of at most eight minutes: each prints Markdown tables, and writes their rows as JSON.
 
-    python scripts/gpu.py steps --json steps.json
-    python scripts/gpu.py steps --only mlp lightning
-    python scripts/gpu.py recipe --airbench path/to/airbench94_muon.py --cifar path/to/data
-    python scripts/gpu.py bits --small
+In 14 minutes, what matters most first; `--json` is written after each case, and after `--limit` seconds nothing more is measured:
 
+    python scripts/gpu.py bits --limit 280 --json bits.json
+    python scripts/gpu.py recipe --only profile both --limit 200 --json recipe.json --airbench path/to/airbench94_muon.py
+    python scripts/gpu.py steps --only mlp resnet50 vit_tiny mlp_step mlp_graphs --limit 160 --json steps.json
+    python scripts/gpu.py jpeg --limit 185 --json jpeg.json
+
+The recipe is timed on random images unless `--cifar` names a folder of torchvision's CIFAR10. `faster_rcnn` needs
+`faster-coco-eval`. `jpeg` needs about 2.5 GiB of /dev/shm with 16 workers, for their batches of 256 images of 224 pixels.
 `--small` tries a part on the CPU, with tiny sizes that show nothing else. The loops that `runner` is compared with are in
 `scripts/loops` and `scripts/peers`. They train between its epochs, in the same process; one with workers, Lightning's Trainer
 and airbench's own file are processes that alternate with those of `runner`. Ratios are medians, with the smallest and the largest.
@@ -115,44 +119,39 @@ def reason(error: Exception) -> str:
 
 
 class Kill:
-    """A callback that kills the run after each of these steps, once; `file` gets the steps of its starts and kills."""
+    """A callback that kills the run after this step, once; `file` gets the step of each start, and of the kill."""
 
-    def __init__(self, file: str, steps: list[int]) -> None:
-        self._file, self._steps = Path(file), steps
+    def __init__(self, file: str, step: int) -> None:
+        self._file, self._step = Path(file), step
 
     def _write(self, step: int) -> None:
-        self._file.write_text(f"{self._file.read_text() if self._file.exists() else ''}{step} ")
+        with self._file.open("a") as file:
+            file.write(f"{step} ")
 
     def on_start(self, loop: Any) -> None:
         """Write where the run starts."""
         self._write(loop.state.position.global_step)
-        self._steps = [step for step in self._steps if str(step) not in self._file.read_text().split()[1::2]]
 
     def on_step(self, loop: Any) -> None:
         """Kill the process."""
-        if (step := loop.state.position.global_step) in self._steps:
-            self._write(step)
+        if loop.state.position.global_step == self._step and len(self._file.read_text().split()) == 1:
+            self._write(self._step)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def weights_of(asked: Asked, words: Sequence[str], kills: Sequence[int] = ()) -> str:
-    """SHA-256 of the weights of a run that is killed after these steps, and resumed each time."""
+def weights_of(asked: Asked, words: Sequence[str], kill: int | None = None) -> str:
+    """SHA-256 of the weights of a run that is killed after this step, within an epoch, and resumed; or of one left alone."""
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         run, first = f"hydra.run.dir={folder}/run", [*words, *asked.common]
-        if kills:
-            first.append(f"callbacks.kill={{_target_: gpu.Kill, file: {folder}/steps, steps: {list(kills)}}}")
-        resumed = [f"ckpt_path={folder}/run", "trust=[gpu]"]
-        for number in range(len(kills) + 1):
-            status = -signal.SIGKILL if number < len(kills) else 0
-            asked.train(*(resumed if number else first), run, allowed=status)
-        if kills:
-            starts, ends = ((*map(int, (Path(folder) / "steps").read_text().split()),)[part::2] for part in (0, 1))
-            if (
-                ends != (*kills,)
-                or starts[0]
-                or not all(0 < start <= end for start, end in zip(starts[1:], ends, strict=True))
-            ):
-                raise MeasurementFailed(f"not resumed within the run: starts {starts}, kills {ends}")
+        if kill is None:
+            asked.train(*first, run)
+        else:
+            callback = f"callbacks.kill={{_target_: gpu.Kill, file: {folder}/steps, step: {kill}}}"
+            asked.train(*first, callback, run, allowed=-signal.SIGKILL)
+            asked.train(f"ckpt_path={folder}/run", "trust=[gpu]", run)
+            steps = (Path(folder) / "steps").read_text().split()
+            if len(steps) != 3 or steps[:2] != ["0", str(kill)] or not 0 < int(steps[2]) <= kill:
+                raise MeasurementFailed(f"start, kill after step {kill} and resume: at {', '.join(steps)}")
         sha: str = json.loads((Path(folder) / "run" / "summary.json").read_text())["weights_sha256"]
         return sha
 
@@ -166,7 +165,7 @@ def bits(asked: Asked, *setting: str, data: Sequence[str] = ()) -> list[Row]:
         *map("{}={}".format, ("data.image_size", "data.dataset.samples", "data.batch_size"), size),
     )
     words = (*model, *(data or synthetic), *QUIET, "data.hflip=0.5", "checkpoint.every_steps=5", "epochs=3", *setting)
-    first, second, killed = (weights_of(asked, words, kills) for kills in ((), (), (17,)))
+    first, second, killed = (weights_of(asked, words, kill) for kill in (None, None, 17))
     deterministic, same = "deterministic=true" in setting, first == second
     repeated, resumed = ("OTHER BITS",) * 2 if deterministic else ("not deterministic", "differs, not deterministic")
     row: Row = {"setting": " ".join(setting) or "as it comes", "repeated": "same bits" if same else repeated,
@@ -384,11 +383,10 @@ def mlp(asked: Asked, *further: str) -> list[Row]:
     job, file = job_of(given, "digits", asked.threads, None), asked.folder / "job.json"
     job.write(file)
     ours = ("train", "callbacks.", "epochs=", "device=", "threads=", "output_root=", "evaluate.")
-    common = [word for word in words(job, file) if not word.startswith(ours)]
+    common = [*SGD[-2:], *(word for word in words(job, file) if not word.startswith(ours))]  # the loops save nothing
     names = {"bare_loop": "peers.bare_loop"} | ({} if asked.device == "cpu" else {"mlp_graph": "loops.mlp_graph"})
     loops = {name: {"loop": module, "job": file} for name, module in names.items()}
-    given = [*common, *SGD[-2:], *further]  # the loops save nothing
-    return step(asked, " ".join(["MLP on digits, batch 64", *further]), given, loops, epochs)
+    return step(asked, " ".join(["MLP on digits, batch 64", *further]), [*common, *further], loops, epochs)
 
 
 def lightning(asked: Asked) -> list[Row]:
@@ -570,7 +568,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="where to train")
     parser.add_argument("--json", type=Path, help="file for the rows, the machine and the versions")
     parser.add_argument("--airbench", type=Path, help="the file that the recipe for CIFAR-10 follows")
-    parser.add_argument("--cifar", type=Path, help="folder of torchvision's CIFAR10")
+    parser.add_argument("--cifar", type=Path, help="folder of torchvision's CIFAR10; needed by the part cifar10")
     parser.add_argument("--limit", type=float, default=470.0, help="seconds after which nothing more is measured")
     given = parser.parse_args(argv)
     device = "cpu" if given.small else given.device
