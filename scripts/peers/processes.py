@@ -114,10 +114,10 @@ def run(command: list[str], folder: Path, threads: int, limit_s: float = DAY_S) 
         with contextlib.suppress(OSError):
             while chunk := os.read(ours, 65536):
                 shown += chunk
-        status = process.wait()
+        status, printed = process.wait(), shown.decode(errors="replace")
         if status == -signal.SIGKILL and late.is_set():
-            raise MeasurementFailed(f"not finished in {limit_s:.0f} s: {shown.decode(errors='replace')[-300:]}")
-        return status, shown.decode(errors="replace")
+            raise MeasurementFailed(f"not finished in {limit_s:.0f} s\n{printed[-3000:]}")
+        return status, printed
     finally:
         timer.cancel()
         if process.poll() is None:  # interrupted
