@@ -1,7 +1,6 @@
 """Images a second out of a folder of JPEGs: `runner` against torchvision's `ImageFolder` and a `DataLoader`.
 
     python scripts/benchmark_folder.py --images 1000 --rounds 5
-    python scripts/benchmark_folder.py --images 300 --rounds 3 --workers 2 --train small resnet18
     pip install -e ".[peers]"
     python scripts/benchmark_folder.py --images 200 --shrink 0.25 --rounds 5 --workers 2 --shards
 
@@ -11,14 +10,14 @@ transforms of PIL images. Whole epochs are timed in turns, with workers that are
 CenterCrop and flip, `random` RandomResizedCrop and flip. CPU times are printed beside the rates, as they depend less on
 what else the machine does. The seconds that making the cache of `data.cache=disk` takes are printed before the rows.
 
-`--train` trains a model on the batches, with the same loop for all sources: a small one, whose step takes less than reading,
-or ResNet-18. The table has what the model takes alone, which bounds every ratio. `--shards` packs the images into tar files,
-which `data=shards` and WebDataset read.
+`--shards` packs the images into tar files, which `data=shards` and WebDataset read. Training on the images is measured by
+`gpu.py jpeg`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +33,7 @@ import numpy as np
 import PIL
 import psutil
 import torch
-import torchvision
 from PIL import Image
-from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -68,12 +66,15 @@ def photograph(generator: np.random.Generator, height: int, width: int) -> Image
 
 def make_folder(root: Path, images: int, shrink: float) -> None:
     """Write `<root>/<class>/<number>.jpg`, 4 classes, sizes around 500x375 divided by `shrink`."""
-    generator = np.random.default_rng(0)
-    for number in range(images):
-        folder = root / "abcd"[number % 4]
+
+    def write(number: int) -> None:
+        generator, folder = np.random.default_rng(number), root / "abcd"[number % 4]
         folder.mkdir(parents=True, exist_ok=True)
         width, height = int(generator.integers(400, 600) / shrink), int(generator.integers(300, 450) / shrink)
         photograph(generator, height, width).save(folder / f"{number:05d}.jpg", quality=90)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # drawing and encoding run without Python's lock
+        list(pool.map(write, range(images)))
 
 
 def peer_transform(kind: str, size: int) -> Callable[[Any], Any]:
@@ -140,26 +141,22 @@ def cpu_seconds() -> float:
     return sum(spent.user + spent.system for spent in times)
 
 
-def cost(epoch: Epoch, images: int, step: Callable[..., None] | None) -> Cost:
-    """What an epoch takes, which must give so many images, with a step of training on each batch if one is given."""
+def cost(epoch: Epoch, images: int) -> Cost:
+    """What an epoch takes, which must give so many images."""
     began, busy, own, seen = time.perf_counter(), cpu_seconds(), time.process_time(), 0
     for batch in epoch():
         assert batch[0].dtype == torch.float32
         seen += len(batch[0])
-        if step is not None:
-            step(batch[0], batch[1])
     assert seen == images
     return Cost(time.perf_counter() - began, cpu_seconds() - busy, time.process_time() - own)
 
 
-def compare(
-    sources: dict[str, Epoch], options: argparse.Namespace, what: str, step: Callable[..., None] | None = None
-) -> None:
+def compare(sources: dict[str, Epoch], options: argparse.Namespace, what: str) -> None:
     """Time all sources in turns, and print a row for each with the median of its ratios to the first one."""
     costs: dict[str, list[Cost]] = {name: [] for name in sources}
     for turn in range(options.rounds + 1):
         for name, epoch in sources.items():
-            spent = cost(epoch, options.images, step)
+            spent = cost(epoch, options.images)
             costs[name] += [spent] if turn else []  # the first one starts the workers
     base = next(iter(costs.values()))
     for name, found in costs.items():
@@ -173,39 +170,6 @@ def compare(
         print(f"| {' | '.join([*cells, *(f'{each:.2f}' for each in ms), f'{less:.2f}'])} |", flush=True)
 
 
-class Trainer:
-    """Steps of SGD on a model, the same for every source of batches."""
-
-    def __init__(self, name: str) -> None:
-        torch.manual_seed(0)
-        self._model: nn.Module = small() if name == "small" else torchvision.models.resnet18(num_classes=4)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, fused=True)
-
-    def step(self, images: torch.Tensor, targets: torch.Tensor) -> None:
-        """Train on a batch."""
-        loss = nn.functional.cross_entropy(self._model(images), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def alone(self, size: int) -> float:
-        """CPU milliseconds per image without reading."""
-        images, targets = torch.rand(BATCH, 3, size, size), torch.zeros(BATCH, dtype=torch.int64)
-        self.step(images, targets)
-        began = time.process_time()
-        for _ in range(4):
-            self.step(images, targets)
-        return 1000 * (time.process_time() - began) / (4 * BATCH)
-
-
-def small() -> nn.Module:
-    """A convolutional network whose step takes about as long as reading an image."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in ((3, 16), (16, 32), (32, 64)):
-        layers += [nn.Conv2d(inputs, outputs, 3, stride=2 if inputs > 3 else 4, padding=1), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 4))
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -214,7 +178,6 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224, help="pixels of a side of what the model is given")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--shrink", type=float, default=1.0, help="files of 500x375 pixels divided by this")
-    parser.add_argument("--train", nargs="+", choices=["small", "resnet18"], help="train these models on the batches")
     parser.add_argument("--shards", action="store_true", help="read tar files too")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -229,7 +192,7 @@ def main() -> None:
         print("| measured | source | images/s | ratio | CPU ms per image: workers | main | all | ratio |")
         print("|---" * 8 + "|")
         for workers in options.workers:
-            for kind in ("middle",) if options.train else ("middle", "random"):
+            for kind in ("middle", "random"):
                 modules = {"image_folder": ours(root, kind, options.size, workers, "folders.image_folder")}
                 sources = {"ImageFolder": image_folder(root, kind, options.size, workers)}
                 if options.shards:
@@ -242,12 +205,7 @@ def main() -> None:
                         f"making the cache with {workers} workers: {time.perf_counter() - began:.2f} s", file=sys.stderr
                     )
                 sources |= {f"runner, {key}": epochs(module) for key, module in modules.items()}
-                if not options.train:
-                    compare(sources, options, f"{kind}, {workers} workers")
-                for model in options.train or ():
-                    trainer = Trainer(model)
-                    what = f"{model} ({trainer.alone(options.size):.2f} ms alone), {workers} workers"
-                    compare(sources, options, what, trainer.step)
+                compare(sources, options, f"{kind}, {workers} workers")
                 for module in modules.values():
                     module.close()
 

@@ -4,12 +4,18 @@
     python scripts/benchmark_peers.py --case digits --threads 1 2
     python scripts/benchmark_peers.py --case fashion --threads 2 --fashion-root path/to/data
     python scripts/benchmark_peers.py --case resnet18 vit_tiny --threads 2
+    python scripts/benchmark_peers.py --case digits --turns 40 --epochs 8 --contenders bare hand
 
 Every measurement is a process of its own with the same number of threads, writing to a terminal of its own; the contenders
 take turns, and ratios are taken within a round. What counts is the time from the end of the first epoch to the end of
 the last, so that imports, reading the data and warming up are excluded for everybody. Nobody evaluates meanwhile. Every
 contender starts from the same weights and is scored afterwards by the same function on the same samples: exit status 1 if
 one of them is not as good as the others. Reading pictures from files is measured by `benchmark_folder.py`.
+
+With `--turns`, the others train in the process of `runner`, on the same threads: after every `--epochs` of its epochs, each of
+them as many, so that whatever else the machine does meets all of them alike. A ratio is taken within each turn; its median over
+the turns is one measurement, of which several are made in separate processes. Garbage is collected automatically in the turns
+of the others, as Python does. Nobody is scored.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import argparse
 import gzip
 import json
 import shlex
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,11 +32,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from peers.cases import CASES, Job
-from peers.contenders import CONTENDERS, NEEDS
+from peers.cases import CASES, CONTENDERS, NEEDS, Job
 from peers.machine import installed, load, machine
-from peers.processes import MeasurementFailed, measure
+from peers.processes import MeasurementFailed, measure, turns
+from peers.processes import words as words_of
 from peers.tables import table, time, unequal
+
+IN_TURNS = ("bare", "hand", "dataloader")  # loops without worker processes, except of `fashion` by `dataloader`
 
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +51,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--threads", nargs="+", type=int, default=[1], help="CPU threads of torch; several for a table each"
     )
     parser.add_argument("--epochs", type=int, help="passes over the samples, the first of them not timed; at least 2")
+    parser.add_argument("--turns", type=int, help="turns in each process of `runner`")
     parser.add_argument("--samples", type=int, help="training samples (not for digits)")
     parser.add_argument("--device", default="cpu", help="where to train")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
@@ -56,8 +66,10 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name in found.case if found.contenders else []:
         if not set(found.contenders) & set(CASES[name].contenders):
             parser.error(f"--contenders: none of them does {name}; allowed: {', '.join(CASES[name].contenders)}")
-    if found.epochs is not None and found.epochs < 2:
+    if found.epochs is not None and found.epochs < 2 and not found.turns:
         parser.error("--epochs: the first epoch is not timed, so there must be at least 2")
+    if found.turns and not {*(found.contenders or ())} <= {*IN_TURNS}:
+        parser.error(f"--contenders: with --turns, of {', '.join(IN_TURNS)}")
     if found.repeats < 1 or min(found.threads) < 1:
         parser.error("--repeats and --threads must be at least 1")
     return found
@@ -78,6 +90,9 @@ def main() -> int:
                 print("\nfashion: skipped, as it needs --fashion-root, the folder that holds FashionMNIST/")
                 continue
             for threads in asked.threads:
+                if asked.turns:
+                    show_turns(job_of(asked, name, threads, root), asked)
+                    continue
                 report["cases"].append(measure_case(job_of(asked, name, threads, root), asked))
                 if asked.json:
                     asked.json.write_text(json.dumps(report, indent=2) + "\n")
@@ -159,6 +174,27 @@ def measure_case(job: Job, asked: argparse.Namespace) -> dict[str, Any]:
     print("\n".join(table(runs, missing, "runner" if "runner" in runs else next(iter(runs), ""))))
     print("\n" + "\n".join(f"- `{name}`: {CONTENDERS[name]}." for name in runs))
     return found
+
+
+def show_turns(job: Job, asked: argparse.Namespace) -> None:
+    """Measure one case with one number of threads in turns, and print a table, a row a loop."""
+    case, names, runs = CASES[job.case], asked.contenders or IN_TURNS[:2], []
+    for _ in range(asked.repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            epochs, file = asked.epochs or 1, Path(folder) / "job.json"
+            job = replace(job, folder=folder, epochs=(asked.turns + 2) * epochs)
+            job.write(file)
+            command = [word for word in words_of(job, file) if not word.startswith("callbacks.clock")]
+            loops = {name: {"loop": f"peers.{name}_loop", "job": file} for name in names}
+            runs.append(turns(command, loops, Path(folder), job.threads, epochs))
+    print(f"\n### {case.title}: batch {case.batch_size}, {job.threads} thread{'s' * (job.threads > 1)}\n")
+    print(f"{len(runs)} processes of {asked.turns} turns; load {load()}.\n")
+    print("| loop | a step, median | `runner` takes, median of processes | each of them |\n|---|---|---|---|")
+    for name in runs[0][0]:
+        step = time(statistics.median(turn[name] for found in runs for turn in found))
+        each = [statistics.median(turn["runner"] / turn[name] for turn in found) for found in runs]
+        ratios = f"{statistics.median(each):.2f} times as long | {', '.join(f'{ratio:.2f}' for ratio in each)}"
+        print(f"| `{name}` | {step} | {ratios if name != 'runner' else ' | '} |", flush=True)
 
 
 def rounds(job: Job, names: Sequence[str], repeats: int) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:

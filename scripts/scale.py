@@ -15,7 +15,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import scale_equality
 import scale_kills
-import scale_matrix
 import scale_speed
 
 
@@ -23,7 +22,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for module in (scale_equality, scale_matrix, scale_kills, scale_speed):
+    for module in (scale_equality, scale_kills, scale_speed):
         module.add_command(commands)
     return parser.parse_args(words)
 

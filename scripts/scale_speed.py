@@ -6,62 +6,39 @@ python scripts/scale.py speed    # ResNet-18 at 32 pixels, one thread a process;
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
-import os
-import socket
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+
+from recipes import records
 
 MODEL = ("model=resnet18_cifar", "model.width=32")
-DATA = (
-    "data=synthetic",
-    "data.dataset.samples=4000",
-    "data.dataset.channels=3",
-    "data.image_size=32",
-    "transform=none",
-)
+DATA = ("data=synthetic", "data.dataset.samples=4000", "data.dataset.channels=3", "data.image_size=32",
+        "transform=none")  # fmt: skip
 REST = ("optimizer=sgd", "optimizer.lr=0.01", "threads=1", "logger=none", "log.progress=false", "log.curves=false",
         "evaluate.every_epochs=null", "evaluate.test=false", "checkpoint.every_epochs=null", "epochs=null")  # fmt: skip
-CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def program(words: list[str]) -> None:
-    """`python -m runner` with these words, silently."""
-    from runner.cli import main
-
-    multiprocessing.set_start_method(None, force=True)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    sys.exit(main(words))
 
 
 def of_runner(folder: Path, options: argparse.Namespace, devices: int, batch: int, copies: int = 1) -> float:
     """Seconds per step of `copies` runs at a time, from what they log after the first steps."""
     steps = options.first + options.steps
     words = [*MODEL, *DATA, *REST, f"max_steps={steps}", f"log.every_steps={options.first}", f"data.batch_size={batch}"]
+    command = [sys.executable, "-m", "runner", "train", *words, f"devices={devices}"]
     runs = [folder / str(number) for number in range(copies)]
     started = [
-        CONTEXT.Process(target=program, args=(["train", *words, f"devices={devices}", f"hydra.run.dir={run}"],))
+        subprocess.Popen([*command, f"hydra.run.dir={run}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for run in runs
     ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    rates = []
-    for run in runs:
-        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        rates += [line["samples_per_s"] for line in lines if line["split"] == "train"][1:]
-    return batch / statistics.median(rates)
+    assert {process.wait() for process in started} == {0}
+    return batch / statistics.median(line["samples_per_s"] for run in runs for line in records(run, "train")[1:])
 
 
-def bare(rank: int, port: int, options: argparse.Namespace, batch: int, answer: Any) -> None:
+def bare(rank: int, meeting: str, options: argparse.Namespace, batch: int) -> float:
     """A hand-written loop with DistributedDataParallel on the same model, with images in memory."""
     import torch
     import torch.distributed as dist
@@ -70,8 +47,7 @@ def bare(rank: int, port: int, options: argparse.Namespace, batch: int, answer: 
     from runner.models.resnet_cifar import ResNet18
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = nn.parallel.DistributedDataParallel(ResNet18(3, 10, width=32), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, weight_decay=5e-4, fused=True)
@@ -88,34 +64,23 @@ def bare(rank: int, port: int, options: argparse.Namespace, batch: int, answer: 
             now = time.perf_counter()
             times.append((now - began) / options.first)
             began = now
-    if rank == 0:
-        answer.put(statistics.median(times[1:]))
     dist.destroy_process_group()
+    return statistics.median(times[1:])
 
 
-def of_bare(options: argparse.Namespace, batch: int) -> float:
+def of_bare(folder: Path, options: argparse.Namespace, batch: int) -> float:
     """Seconds per step of the hand-written loop."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    answer = CONTEXT.Queue()
-    ranks = [CONTEXT.Process(target=bare, args=(rank, port, options, batch, answer)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    seconds: float = answer.get()
-    for process in ranks:
-        process.join()
-    return seconds
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        return next(pool.map(bare, (0, 1), (str(folder / "ranks"),) * 2, (options,) * 2, (batch,) * 2))
 
 
 def speed(options: argparse.Namespace) -> int:
     """Measure in alternating rounds, and print medians of the ratios."""
-    CONTEXT.set_forkserver_preload(["runner.launch.processes", "runner.verbs.train"])
     batch, by_hand, alone = options.batch, [], []
     for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as scratch:
             together = of_runner(Path(scratch) / "together", options, 2, batch)
-            hand = of_bare(options, batch)
+            hand = of_bare(Path(scratch), options, batch)
             single = of_runner(Path(scratch) / "alone", options, 1, batch // 2, copies=2)
         by_hand.append(together / hand)
         alone.append(together / single)

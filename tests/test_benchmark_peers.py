@@ -30,7 +30,7 @@ def result_of(work: Work) -> dict[str, Any]:
 
 
 def test_tricks_of_the_bare_loop_change_no_weight(work: Work) -> None:
-    bare, hand = (loop.train(work, clock.Clock()) for loop in (bare_loop, hand_loop))
+    bare, hand = (clock.train(loop, work, clock.Clock()) for loop in (bare_loop, hand_loop))
     torch.testing.assert_close(bare.state_dict(), hand.state_dict(), rtol=1e-3, atol=1e-4)
 
 
@@ -41,7 +41,7 @@ def test_rates_set_by_hand_are_those_of_runner(work: Work) -> None:
 
 def test_every_epoch_but_the_first_is_timed(work: Work) -> None:
     timer = clock.Clock()
-    timer.write(work, dataloader_loop.train(work, timer))
+    timer.write(work, clock.train(dataloader_loop, work, timer))
     found = result_of(work)
     assert len(found["epochs_s"]) == 2
     assert found["step_s"] == pytest.approx(sum(found["epochs_s"]) / 2 / work.steps)
@@ -53,7 +53,7 @@ def test_runner_starts_from_the_same_weights_and_ends_as_well(work: Work, tmp_pa
     job.write(file)
     assert main(words(job, file)) == 0
     by_runner = result_of(work)
-    by_hand = work.score(hand_loop.train(work, clock.Clock()))
+    by_hand = work.score(clock.train(hand_loop, work, clock.Clock()))
     runs = {"runner": [by_runner], "hand": [by_hand | {"step_s": 1.0, "quickest_s": 1.0}]}
     assert len(by_runner["epochs_s"]) == 2
     assert by_hand["accuracy"] > 0.9

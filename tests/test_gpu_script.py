@@ -1,9 +1,10 @@
-"""`scripts/gpu.py`: without a GPU it lists what it would run, each of its commands is valid, and it reads what they print."""
+"""`scripts/gpu.py`: without a GPU it lists its parts, each of them runs on the CPU with small sizes, and failures are rows."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,127 +12,234 @@ from typing import Any
 import pytest
 import torch
 
-import airbench_gpu
-import benchmark_loop
-import benchmark_peers
 import gpu
-from peers.cases import CASES
-from peers.processes import words as words_of_peer
-
-NONE = Path()
+from peers.processes import MeasurementFailed
 
 
-def test_without_a_gpu_it_lists_what_it_would_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_lists_its_parts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "run", None)
-    assert gpu.main([]) == 0
+    monkeypatch.setattr(gpu, "table", None)
+    assert gpu.main(["steps"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("there is no CUDA device")
-    assert all(f"  {entry.name}, at most" in printed for entry in gpu.ENTRIES)
+    assert all(f"scripts/gpu.py {part}: " in printed for part in gpu.PARTS)
 
 
-@pytest.mark.parametrize("entry", gpu.ENTRIES, ids=lambda entry: entry.name)
-def test_every_command_is_valid(
-    entry: gpu.Entry, problems: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    words = entry.words("cuda", str(tmp_path))
-    assert not [word for word in words if "{" in word]
-    if words[:2] == ["-m", "runner"]:
-        assert problems(*words[3:], verb=words[2]) == {}
-    elif words[0] == "scripts/benchmark_loop.py":
-        monkeypatch.setattr(sys, "argv", words)
-        asked = benchmark_loop.options()
-        assert set(asked.contenders) <= set(benchmark_loop.OTHERS)
-        peer = benchmark_peers.options(["--case", *asked.case, "--device", "cuda"])
-        job = replace(benchmark_peers.job_of(peer, asked.case[0], 1, None), contender="runner")
-        assert problems(*words_of_peer(job, tmp_path / "job.json")[1:]) == {}
-    elif words[0] == "scripts/benchmark_peers.py":
-        asked = benchmark_peers.options(words[1:])
-        assert asked.device == "cuda"
-        assert set(asked.contenders) <= set(CASES[asked.case[0]].contenders)
-    else:
-        assert words[:2] == ["-m", "pytest"]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        (("jpeg",), 1),
+        *(
+            pytest.param(words, rows, marks=pytest.mark.extended, id=words[0])
+            for words, rows in (
+                (("bits",), 6), (("recipe",), 2), (("steps", "--only", "mlp", "resnet50", "vit_tiny"), 3), (("compile",), 2),
+                (("steps", "--only", "faster_rcnn", "deeplab"), 2), (("cifar10",), 2), (("tests",), 1),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_a_part_runs_on_the_cpu(words: tuple[str, ...], rows: int, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "rows.json"
+    status = gpu.main([*words, "--small", "--json", str(file)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    found = json.loads(file.read_text())
+    assert (found["part"], found["card"], len(found["rows"])) == (words[0], "CPU", rows)
+    assert found["packages"]["torch"]
+    assert all(f"| {next(iter(row.values()))} | " in printed or len(row) == 1 for row in found["rows"])
+    if words[0] == "bits":
+        assert {row["killed and resumed"] for row in found["rows"]} == {"same bits"}
 
 
-def test_a_failure_and_a_limit_are_rows() -> None:
-    def ends(code: str, limit_s: float = 30.0) -> list[gpu.Row]:
-        return gpu.run(
-            gpu.Entry("it", ("-c", code), limit_s, lambda printed, folder: [("a", "b", printed, "")]), "", 30.0
-        )
-
-    assert ends("print(1, end='')") == [("a", "b", "1", "")]
-    ((name, _, result, reason),) = ends("raise SystemExit('error: no such thing')")
-    assert (name, result, reason) == ("it", "not measured", "status 1: error: no such thing")
-    slow = gpu.Entry("it", ("-c", "import time; time.sleep(60)"), 1.0, gpu.of_tests)
-    assert gpu.run(slow, "", 1.0) == [("it", "", "not measured", "not finished after 1 s")]
-    unread = gpu.Entry("it", ("-c", "print('nothing')"), 30.0, gpu.of_bench)
-    assert "cannot be read" in gpu.run(unread, "", 30.0)[0][3]
-
-
-PYTEST = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\n"
-LOOPS = """### digits: batch 64
-
-| loop | a step |
-|---|---|
-| `runner` | 1 µs | | |
-| `bare` | 2 µs | 1.06 times as long | 1.05, 1.06 |"""
-PEERS = """### digits
-| `runner` | 1 µs | 1 µs | 1.00 | 1.00 to 1.00 | 0.1 | 98% |
-| `hand` | 2 µs | 1 µs | 1.30 | 1.20 to 1.40 | 0.1 | 98% |
-| `timm` | not measured: timm is not installed | | | | | |"""
-AIRBENCH = "| training | seconds, median |\n|---|---|\n| `a.py` | 2.60 | 0.9405 | 5 |"
+def asked(folder: Path) -> gpu.Asked:
+    return gpu.Asked(small=True, device="cpu", folder=folder, deadline=time.monotonic() + 300)
 
 
 @pytest.mark.parametrize(
-    ("read", "printed", "rows"),
+    "case", [(part, name) for part, (_, cases) in gpu.PARTS.items() for name in cases], ids="-".join
+)
+def test_the_first_command_of_every_case_is_valid_on_a_gpu(
+    case: tuple[str, str], problems: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = list[str]()
+
+    def called(command: Any, *_: Any) -> None:
+        given.extend(() if given else command)
+        raise MeasurementFailed("not run")
+
+    monkeypatch.setattr(gpu, "run", lambda command, *_: called(command[3:] if command[1:3] == ["-m", "runner"] else []))
+    monkeypatch.setattr(gpu, "turns", called)
+    monkeypatch.setattr(gpu.Asked, "images", lambda *_: tmp_path)
+    monkeypatch.setattr(gpu, "measure", called)
+    monkeypatch.setattr(gpu, "installed", lambda _: None)
+    large = gpu.Asked(False, "cuda", tmp_path, time.monotonic() + 60, cifar=tmp_path)
+    with contextlib.suppress(MeasurementFailed):
+        gpu.PARTS[case[0]][1][case[1]](large)
+    assert bool(given) == (case[1] not in {"lightning", "cifar10", "tests"})
+    if given:
+        assert problems(*given[1:], verb=given[0]) == {}
+
+
+def test_what_fails_is_a_row_with_the_reason_and_the_others_are_measured(tmp_path: Path, capsys: Any) -> None:
+    def fails(_: gpu.Asked) -> list[gpu.Row]:
+        raise MeasurementFailed("status 1: Traceback\nValueError: no such thing | here\n\n")
+
+    saved: list[int] = []
+    cases: gpu.Cases = {
+        "one": fails,
+        "two": lambda _: [{"a": "b", "c": 1234.5}],
+        "three": lambda _: [{"a": "d", "c": 0.25}],
+        "four": lambda _: [{"a": "e", "c": 1 / 0}],
+    }
+    rows = gpu.table(asked(tmp_path), cases, 1, lambda rows: saved.append(len(rows)))
+    assert rows[0] == {"one": "not measured", "why": "ValueError: no such thing | here"}
+    assert rows[3]["why"].startswith("ZeroDivisionError(")  # type: ignore[union-attr]
+    assert saved == [1, 2, 3, 4]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert lines[2:7] == [
+        "| not measured | ValueError: no such thing / here |",
+        "| a | c |",
+        "|---|---|",
+        "| b | 1,234 |",
+        "| d | 0.250 |",
+    ]
+
+
+def test_a_command_that_fails_or_takes_too_long_is_a_failed_measurement(tmp_path: Path) -> None:
+    assert asked(tmp_path).call("-c", "print(1)").strip() == "1"
+    with pytest.raises(MeasurementFailed, match="status 3: so it is"):
+        asked(tmp_path).call("-c", "print('so it is'); raise SystemExit(3)")
+    for deadline, said in ((time.monotonic() + 1, "not finished in 1 s"), (0.0, "before the time was over")):
+        late = gpu.Asked(small=True, device="cpu", folder=tmp_path, deadline=deadline)
+        with pytest.raises(MeasurementFailed, match=said):
+            late.call("-c", "import time; time.sleep(60)", allowed=(0, -9))
+
+
+def test_sides_alternate_and_turns_before_a_failure_are_kept() -> None:
+    seen: list[str] = []
+
+    def seconds(name: str) -> float:
+        seen.append(name)
+        if len(seen) == 6:
+            raise MeasurementFailed("it is late")
+        return float(len(seen))
+
+    found, late = gpu.alternately(4, ("a", "b"), seconds)
+    assert found == [{"a": 1.0, "b": 2.0}, {"b": 3.0, "a": 4.0}]
+    assert late == [{"not measured": "turn 3 of 4", "why": "it is late"}]
+    assert seen == [*"abbaab"]
+    seen[:] = [""] * 5
+    with pytest.raises(MeasurementFailed, match="it is late"):
+        gpu.alternately(4, ("a", "b"), seconds)
+
+
+@pytest.mark.parametrize(
+    ("shas", "found"),
     [
-        (gpu.of_tests, PYTEST, [("tests with `-m gpu`", "", "1 failed, 2 passed in 3.00s", "FAILED tests/test_gpu.py::test_one")]),
-        (gpu.of_loops, LOOPS, [("`runner`, digits: batch 64", "`bare`", "1.06 times as long",
-                                "each process: 1.05, 1.06; `bare` takes 2 µs a step")]),
-        (gpu.of_peers, PEERS, [("`hand`, digits", "`runner`", "1.30 times as long (1.20 to 1.40)", "2 µs a step"),
-                               ("`timm`, digits", "`runner`", "not measured", "not measured: timm is not installed")]),
-        (gpu.of_airbench, AIRBENCH, [("`a.py`", "", "2.60 s, accuracy 0.9405", "5 runs")]),
+        (["a", "a", "a"], [("same bits", "same bits")]),
+        (["a", "a", "b", "c", "c", "d"], [("same bits", "differs, not deterministic"), ("same bits", "OTHER BITS")]),
+        (["a", "b", "a", "c", "c", "c"], [("not deterministic", "cannot be told"), ("same bits", "same bits")]),
+        (["a", "b", "a", "c", "d", "c"], [("not deterministic", "cannot be told"), ("OTHER BITS", "cannot be told")]),
     ],
-)  # fmt: skip
-def test_what_a_command_prints_is_rows(read: Any, printed: str, rows: list[gpu.Row]) -> None:
-    assert read(printed, NONE) == rows
+)
+def test_bits_of_repeated_and_of_killed_runs_are_compared(
+    shas: list[str], found: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = iter(shas)
+    monkeypatch.setattr(gpu, "weights_of", lambda *_: next(given))
+    assert [(row["repeated"], row["killed and resumed"]) for row in gpu.bits(asked(tmp_path), "amp=bf16")] == found
 
 
-def test_what_bench_prints_is_rows(accepted: Any) -> None:
-    found = accepted("bench", "model=mlp", "threads=1", "json=true", "toggles=[optimizer.fused,tf32]",
-                "budget_s=20", "steps=2", "repeats=2")  # fmt: skip
-    rows = gpu.of_bench(found.out, NONE)
-    assert [row[0] for row in rows] == ["`optimizer.fused=false`", "`tf32`"], rows
-    fused, tf32 = rows
-    assert "times as fast (" in fused[2]
-    assert tf32[2] == "not measured"
+def test_workers_that_change_the_bits_are_labelled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given = iter("aaaaba")  # three runs with no workers, and three with two
+    monkeypatch.setattr(gpu.Asked, "images", lambda *_: tmp_path)
+    monkeypatch.setattr(gpu, "weights_of", lambda *_: next(given))
+    assert [row["as without workers"] for row in gpu.bits_of_workers(asked(tmp_path))] == ["same bits", "same bits"]
+    given = iter("aaabbb")
+    assert [row["as without workers"] for row in gpu.bits_of_workers(asked(tmp_path))] == ["same bits", "OTHER BITS"]
 
 
-def test_waits_are_counted_within_the_steps(tmp_path: Path) -> None:
-    def event(name: str, ts: float, dur: float = 1.0, cat: str = "cuda_runtime") -> dict[str, Any]:
-        return {"name": name, "ts": ts, "dur": dur, "cat": cat}
+@pytest.mark.parametrize(("steps", "fails"), [("0 17 15 ", False), ("0 17 0 ", True), ("0 0 ", True)])
+def test_a_resume_from_elsewhere_than_a_checkpoint_before_the_kill_fails(
+    steps: str, fails: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def train(_: gpu.Asked, *words: str, allowed: int = 0) -> None:
+        run = Path(words[-1].split("=")[1])
+        run.mkdir(exist_ok=True)
+        (run / "summary.json").write_text('{"weights_sha256": "a"}')
+        (run.parent / "steps").write_text(steps)
 
-    steps = [event("step", 10, 5, "user_annotation"), event("step", 20, 5, "user_annotation")]
-    waits = [event(gpu.SYNC[0], 12), event(gpu.SYNC[1], 21), event(gpu.SYNC[1], 30), event("cudaLaunchKernel", 11)]
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [*steps, *waits]}))
-    expected = "cudaStreamSynchronize 1, cudaDeviceSynchronize 1"
-    assert gpu.of_syncs("", tmp_path) == [("host waits for the GPU", "", "2 in 2 steps", expected)]
+    monkeypatch.setattr(gpu.Asked, "train", train)
+    with (
+        pytest.raises(MeasurementFailed, match="start, kill after step 17 and resume: at 0")
+        if fails
+        else contextlib.nullcontext()
+    ):
+        assert gpu.weights_of(asked(tmp_path), (), 17) == "a"
 
 
-def test_both_trainings_of_cifar10_are_rows(tmp_path: Path) -> None:
+def test_the_last_line_of_pytest_and_the_failed_tests_are_a_row() -> None:
+    printed = "..F\nFAILED tests/test_gpu.py::test_one - AssertionError\n=== 1 failed, 2 passed in 3.00s ===\r\n"
+    row = {"tests with `-m gpu`": "1 failed, 2 passed in 3.00s", "failed": "FAILED tests/test_gpu.py::test_one"}
+    assert gpu.of_tests(printed) == [row]
+
+
+def test_launches_kernels_gaps_and_waits_are_those_of_the_steps() -> None:
+    def event(
+        name: str, ts: float, dur: float = 1.0, cat: str = "cuda_runtime", correlation: int = 0
+    ) -> dict[str, Any]:
+        return {"name": name, "ts": ts, "dur": dur, "cat": cat, "args": {"correlation": correlation}}
+
+    steps = [event("step", 10, 500, "user_annotation"), event("step", 2000, 500, "user_annotation")]
+    calls = [
+        event("cudaLaunchKernel", 20, correlation=1), event("cudaLaunchKernel", 2010, correlation=2),
+        event("cudaLaunchKernel", 2020, correlation=3), event("cudaGraphLaunch", 2030, correlation=4),
+        event("cudaLaunchKernel", 900, correlation=5), event("cudaMemcpyAsync", 40, correlation=6),
+        event(gpu.SYNC[0], 12), event(gpu.SYNC[1], 3000),
+    ]  # fmt: skip
+    # The second and the third overlap by half, and those of the graph have the correlation of its launch
+    kernels = [(100, 1000, 1), (3000, 1000, 2), (3500, 1000, 3), (6000, 250, 4), (6250, 250, 4), (900, 5, 5)]
+    traced = [event("kernel", ts, dur, "kernel", correlation) for ts, dur, correlation in kernels]
+    copied = event("copy", 1200, 400, "gpu_memcpy", 6)
+    found = gpu.of_trace([*steps, *calls, *traced, copied])
+    times = {"busy, ms (traced)": 1.7, "idle, ms (traced)": 1.5}
+    assert found == {"launches": 2, "kernels": 2.5, **times, "host waits": 0.5}
+    assert gpu.of_trace(calls) == {"why": "the trace has no steps"}
+
+
+def test_both_trainings_of_cifar10_are_read(tmp_path: Path) -> None:
     lines = [
         "|  run     |  epoch  |  train_acc  |  val_acc  |  tta_val_acc  |  time_seconds  |",
         "|  warmup  |      1  |     0.8000  |   0.7000  |               |        0.3000  |",
         "|          |   eval  |     0.9300  |   0.9290  |       0.9390  |        9.1234  |",
         "|       0  |      1  |     0.8000  |   0.7000  |               |        0.3000  |",
+        "|          |      2  |     0.8500  |   0.8000  |               |        0.6000  |",
         "|          |   eval  |     0.9400  |   0.9310  |       0.9405  |        2.6000  |",
     ]
     file = tmp_path / "airbench.py"
     text = "\n".join(lines)
     file.write_text(f"import os, time\nassert os.path.isdir('cifar10/there')\nprint({text!r})\ntime.sleep(60)")
     (tmp_path / "data" / "there").mkdir(parents=True)
-    assert airbench_gpu.airbench(file, tmp_path / "data", 1) == [(2.6, 0.9405)], "without the run that warms up"
-    logged = [{"global_step": 50, "samples_per_s": 1000.0}, {"global_step": 60, "samples_per_s": 500.0}]
-    assert airbench_gpu.seconds_of(logged, 100) == 50 * 100 / 1000 + 10 * 100 / 500
+    run = gpu.Training(epochs=2, steps=50, seconds=0.6, warm=0.6, accuracy=0.9405)
+    assert gpu.airbench(file, tmp_path / "data", 1, 60.0) == [run], "without the run that warms up, and its evaluation"
+    assert gpu.airbench(file, tmp_path / "data", 2, 2.0) == [run], "those that it finished"
+    file.write_text(
+        "import torch, time\nfor name in ('train', 'test'): torch.load(f'cifar10/{name}.pt')\n" + "time.sleep(60)"
+    )
+    with pytest.raises(MeasurementFailed, match="finished none of 1 runs in 4 s"):
+        gpu.airbench(file, None, 1, 4.0)
+    logged = [{"global_step": 6, "samples_per_s": 100.0}, {"global_step": 60, "samples_per_s": 500.0}]
+    assert gpu.seconds_of(logged, 100) == pytest.approx((6 * 1.0 + 54 * 0.2, 60 * 0.2))
+
+
+def test_runs_of_the_recipe_are_kept_where_airbench_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise MeasurementFailed("finished none")
+
+    monkeypatch.setattr(gpu, "airbench", fails)
+    monkeypatch.setattr(gpu, "recipe_run", lambda _, seed: gpu.Training(10, 500, 5.0 - seed, 3.0, 0.94))
+    ours, theirs = gpu.recipes(replace(asked(tmp_path), airbench=Path("airbench.py"), cifar=tmp_path))
+    assert theirs == {"training": "`airbench.py`", "why": "finished none"}
+    assert (ours["runs"], ours["from"], ours["to"], ours["warm, ms per 1,000 images"]) == (2, 4.0, 5.0, 6.0)
+    assert gpu.recipes(asked(tmp_path))[0]["accuracy, mean"] == "", "none of images that stand for CIFAR-10"

@@ -9,18 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from peers.cases import LOG_EVERY
-from peers.clock import Clock
 from peers.work import Work
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-
-
-def train(work: Work, clock: Clock) -> nn.Module:
-    """Train on tensors in memory."""
-    model = work.model()
-    for _ in epochs(work, model):
-        clock.epoch_ended()
-    return model
 
 
 def epochs(work: Work, model: nn.Module) -> Iterator[None]:

@@ -42,6 +42,17 @@ class Clock:
         Path(work.job.result).write_text(json.dumps(result))
 
 
+def train(loop: Any, work: Work, clock: Clock) -> nn.Module:
+    """Train by a module of this package: by its function `train`, or epoch by epoch by its function `epochs`."""
+    if hasattr(loop, "train"):
+        trained: nn.Module = loop.train(work, clock)
+        return trained
+    model = work.model()
+    for _ in loop.epochs(work, model):
+        clock.epoch_ended()
+    return model
+
+
 def now() -> float:
     """Seconds on a clock, once a GPU has finished its work."""
     if torch.cuda.is_initialized():

@@ -10,18 +10,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchvision import transforms
 from torchvision.datasets import FashionMNIST
 
-from peers.clock import Clock
 from peers.work import Work
 
 WORKERS = 2  # where samples are transformed one by one
-
-
-def train(work: Work, clock: Clock) -> nn.Module:
-    """Train as tutorials do."""
-    model = work.model()
-    for _ in epochs(work, model):
-        clock.epoch_ended()
-    return model
 
 
 def epochs(work: Work, model: nn.Module) -> Iterator[None]:

@@ -8,16 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from peers.clock import Clock
 from peers.work import Work
-
-
-def train(work: Work, clock: Clock) -> nn.Module:
-    """Train on tensors in memory."""
-    model = work.model()
-    for _ in epochs(work, model):
-        clock.epoch_ended()
-    return model
 
 
 def epochs(work: Work, model: nn.Module) -> Iterator[None]:

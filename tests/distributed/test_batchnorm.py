@@ -37,6 +37,14 @@ def test_names_in_a_state_dict_are_those_of_batchnorm() -> None:
     model.load_state_dict(other.state_dict())
 
 
+def test_the_forward_pass_of_syncbatchnorm_which_gpus_take_finds_what_it_reads() -> None:
+    norm, plain = nn.Sequential(nn.BatchNorm2d(3)), nn.BatchNorm2d(3)
+    synchronize(norm)
+    images = torch.randn(4, 3, 5, 5)
+    assert torch.equal(nn.SyncBatchNorm.forward(norm[0], images), plain(images)), "it reads what GlobalBatchNorm has"
+    assert torch.equal(norm[0].running_var, plain.running_var)
+
+
 def test_a_layer_that_computes_more_than_batchnorm_is_refused() -> None:
     class Rectified(nn.BatchNorm2d):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from extended import some
 from safetensors.torch import load_file
 
-from scale_matrix import LAYOUTS
+from scale_equality import LAYOUTS
 
 # 41 samples to train on: five batches, of which the last has one. 5 samples to validate on: three batches.
 SMALL = (
