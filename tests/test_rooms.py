@@ -206,8 +206,8 @@ BUDGET = {
     ".": 824,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_708,
-    "data": 7_676,  # boxes, outlines and names of all readers are checked alike
+    "config": 3_713,
+    "data": 7_841,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
     "engine": 3_007,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.base.cores import cores
@@ -21,6 +23,7 @@ from runner.data.module import DataModule
 from runner.data.samples import crops_while_decoding
 from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
+from runner.data.sources.image_io import Encoded, decoded, decodes_jpeg
 
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
@@ -76,6 +79,8 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
     data, (train, indices), new = made.config.data, made.parts["train"], False
+    if data.decode == "device" and made.pairs:
+        _check_decoding(made)
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
     ahead = max(
         data.samples_a_batch + made.config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0
@@ -103,6 +108,25 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
         made.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         made.warnings += choice.warnings
     made.warnings += _without_effect(made) if made.pairs else []
+
+
+def _check_decoding(made: DataModule) -> None:
+    """Raise `UserError` if the device cannot decode the images, or something needs their pixels before."""
+    problem, kinds = "", {"train": made.sample_train, "eval": made.sample_eval}
+    if not decodes_jpeg(made.device):
+        problem = f"decodes JPEGs with CUDA, and this run uses {made.device}"
+    for dataset, _ in made.parts.values():
+        if not isinstance(dataset, ImageList):
+            problem = problem or "decodes image files, and the data set gives decoded images"
+        for key, transforms in kinds.items():
+            if transforms[crops_while_decoding(dataset, transforms) :]:
+                problem = problem or f"decodes where batches are made, and transform.sample_{key} needs decoded images"
+    allowed = "auto, pillow or torchcodec, which decode on the host"
+    if problem:
+        raise UserError("data.decode", f"is device, which {problem}", allowed)
+    Image.new("RGB", (8, 8)).save(file := io.BytesIO(), "JPEG")
+    if decoded([Encoded(file.getvalue(), 1, (0, 0, 8, 8), (3, 8, 8))], made.device)[0] is None:
+        raise UserError("data.decode", f"is device, and torchvision cannot decode a JPEG on {made.device}", allowed)
 
 
 def holds_tensors(dataset: Dataset[Any]) -> bool:
@@ -201,6 +225,8 @@ def _without_effect(made: DataModule) -> list[str]:
     if resident:
         reason = "the images are in memory (data.placement=disk reads them through workers)"
     useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if made.workers == 0 else {}
+    if not any(isinstance(dataset, ImageList) for dataset, _ in made.parts.values()):
+        useless["decode"] = "the data set decodes its images itself"
     if resident and data.num_workers != 0 and not made.caches:
         useless["num_workers"] = reason
     if device.type == "cuda" and resident:

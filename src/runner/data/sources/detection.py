@@ -149,7 +149,8 @@ class DetectionImages(ImageFolder):
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
         said = self._said(index)
-        return with_objects(read_image(said.path, None, 3, max_pixels=self.decoding.max_pixels), said, self._masks)
+        pixels, decode = self.decoding.max_pixels, self.decoding.decode
+        return with_objects(read_image(said.path, None, 3, max_pixels=pixels, decode=decode), said, self._masks)
 
     def _said(self, index: int) -> Annotated:
         said = Annotated(**{**json.loads(self._texts.name(index)), "path": self.path(index)})

@@ -124,7 +124,8 @@ class TargetShards(Shards):
         """Read one sample; raises `UserError` as `encoded`, and if the image or mask cannot be used."""
         name, content = self.encoded(index)
         files, pixels = read_files(content, self._target), self.decoding.max_pixels
-        image = read_image(name, None, self.decoding.channels, max_pixels=pixels, content=files[0])
+        channels, decode = self.decoding.channels, self.decoding.decode
+        image = read_image(name, None, channels, max_pixels=pixels, content=files[0], decode=decode)
         if self._target == "mask":
             return with_mask(image, read_mask(name, max_pixels=pixels, content=files[1]), name, name)
         return with_objects(image, *objects_of(files[1], name, index))
