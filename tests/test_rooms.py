@@ -206,8 +206,8 @@ BUDGET = {
     ".": 824,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_713,
-    "data": 7_841,  # boxes, outlines and names of all readers are checked alike
+    "config": 3_712,
+    "data": 7_838,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
     "engine": 3_007,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
@@ -217,7 +217,7 @@ BUDGET = {
     "optim": 1_280,  # with the update of matrices of one shape together, and its compilation
     "run": 3_803,
     "runtime": 1_314,
-    "sweeps": 1_833,
+    "sweeps": 1_835,
     "tasks": 777,
     "tracking": 1_886,
     "verbs": 2_215,

@@ -169,8 +169,7 @@ def _of_data(config: Train) -> Broken:
         if config.transform.sample_train or config.transform.sample_eval:
             yield "transform", f"has sample transforms, which {placed} does not run", "data.placement=disk or auto"
     if data.decode == "device" and data.cache is not None:
-        message = "keeps images as the host decodes them, and data.decode=device decodes them otherwise"
-        yield "data.cache", message, "data.cache=null, or data.decode=auto"
+        yield "data.cache", "keeps images as the host decodes them, not the device", "null, or data.decode=auto"
     if config.transform.mix is not None and data.batch_size == 1:
         yield "transform.mix", "blends samples of a batch, but data.batch_size=1 has a single one"
 

@@ -69,7 +69,8 @@ class SeededDataset(Dataset[Any]):
         """
         images, targets = [*batch[0]], [*torch.from_numpy(batch[1])]
         waiting = [row for row, image in enumerate(images) if isinstance(image, Encoded)]
-        for row, image in zip(waiting, decoded([images[row] for row in waiting], device), strict=True):
+        made = decoded([images[row] for row in waiting], device) if waiting else []
+        for row, image in zip(waiting, made, strict=True):
             if image is None:
                 image, targets[row] = self.items([(epoch, int(drawn[row]))], skipped)[0]
             images[row] = image

@@ -93,10 +93,8 @@ class ImageFiles(ImageFolder):
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
         path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
-        pixels, decode = decoding.max_pixels, decoding.decode
-        image = image_io.read_image(
-            path, size, decoding.channels, cut, max_pixels=pixels, content=content, decode=decode
-        )
+        how: dict[str, Any] = {"max_pixels": decoding.max_pixels, "content": content, "decode": decoding.decode}
+        image = image_io.read_image(path, size, decoding.channels, cut, **how)
         return as_tensor(transformed(image, self._transforms))
 
     def blank(self) -> Tensor:

@@ -212,8 +212,6 @@ def decoded(images: Sequence[Encoded], device: torch.device) -> list[Tensor | No
     from torchvision.io import decode_jpeg  # takes a second, and few runs need it
 
     contents = [torch.frombuffer(bytearray(image.content), dtype=torch.uint8) for image in images]
-    if not contents:
-        return []
     try:
         every = decode_jpeg(contents, mode="RGB", device=device)
     except RuntimeError:  # of one of them, whichever
