@@ -256,6 +256,19 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
     return files
 
 
+def llms_txt(index: str, description: str) -> str:
+    """The home page as llms.txt (llmstxt.org), where programs that read documentation look for its pages."""
+    text = re.sub(r"^\| page .*\n\|---.*\n", "", index, flags=re.MULTILINE)
+    text = re.sub(r"^\| (\[.+?\]\(.+?\)) \| (.*) \|$", r"- \1: \2", text, flags=re.MULTILINE)
+    return re.sub(r"\.md(?=[)#])", "/", text).replace("\n\n", f"\n\n> {description}\n\n", 1)
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Write llms.txt beside the pages."""
+    text = llms_txt((DOCS / "index.md").read_text(encoding="utf-8"), config.site_description)
+    Path(config.site_dir, "llms.txt").write_text(text, encoding="utf-8")
+
+
 def filled(markdown: str) -> str:
     """A page with what its marks stand for."""
     return _MARK.sub(lambda mark: f"{mark[1]}\n\n{GENERATED[mark[2]](*mark[3].split())}\n\n{_END}", markdown)

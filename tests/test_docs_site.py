@@ -199,3 +199,29 @@ def test_the_tutorial_runs_from_the_first_command_to_the_last(run: Any, workdir:
     assert len([command for command in done if command.startswith("python -m runner")]) >= 11
     assert "photos/train/zero" in (workdir / "zero.csv").read_text()
     assert len(list(workdir.glob("outputs/sweep/sweeps/*/*/summary.json"))) == 2
+
+
+def test_llms_txt_lists_every_page_of_the_index(hook: ModuleType) -> None:
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    text = hook.llms_txt(index, "Trains models.")
+    assert text.startswith("# runner\n\n> Trains models.\n\n")
+    rows = re.findall(r"^\| \[(.+?)\]\((.+?)\.md\) \| (.+) \|$", index, re.MULTILINE)
+    assert len(rows) > 40
+    for name, page, content in rows:
+        line = re.search(rf"^- \[{re.escape(name)}\]\({page}/\): (.+)$", text, re.MULTILINE)
+        assert line, page
+        assert line[1].partition("]")[0] == content.partition("]")[0]
+    assert "|" not in re.sub(r"`[^`]*`", "", text)
+
+
+def test_agents_md_names_commands_and_files_that_exist() -> None:
+    text = (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8")
+    targets = re.findall(r"^([\w-]+):.*##", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    named = {word for words in re.findall(r"\bmake ([a-z][a-z -]*)", text) for word in words.split()}
+    assert named <= {*targets, "SHORT"}
+    files = re.findall(r"`([\w/.]+(?:\.py|/))`", text) + re.findall(r"\]\(([\w/.]+)\)", text)
+    assert len(files) > 15
+    assert [name for name in files if not (REPOSITORY / name).exists()] == []
+    order = re.findall(r"`src/runner/([\w/]+\.py)`", text)
+    page = (DOCS / "explanation/architecture.md").read_text(encoding="utf-8")
+    assert order[:8] == re.findall(r"^\d\. `([\w/]+\.py)`:", page, re.MULTILINE)

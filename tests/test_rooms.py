@@ -203,24 +203,24 @@ def test_the_eight_files_to_read_first_are_short() -> None:
 
 
 BUDGET = {
-    ".": 824,
+    ".": 828,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_712,
-    "data": 7_838,  # boxes, outlines and names of all readers are checked alike
+    "config": 3_729,
+    "data": 7_842,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
-    "engine": 3_007,  # with the step of ranks, which was in distributed
+    "engine": 3_011,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_061,
+    "lab": 6_093,
     "launch": 968,
     "models": 1_302,
     "optim": 1_280,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_803,
+    "run": 3_967,
     "runtime": 1_314,
     "sweeps": 1_835,
-    "tasks": 777,
-    "tracking": 1_886,
-    "verbs": 2_215,
+    "tasks": 794,
+    "tracking": 1_939,
+    "verbs": 2_441,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

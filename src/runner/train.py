@@ -25,7 +25,7 @@ from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
 from runner.run.describe import show_run, start_progress
-from runner.run.evaluation import Evaluator
+from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
@@ -34,7 +34,7 @@ from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_n
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
 from runner.run.saving import Saving, build_loggers, open_loggers
-from runner.run.step import build_step, slow_guard
+from runner.run.step import build_step, slow_guard, steps_of
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import Compilation, forget_compiled, toggle
@@ -76,8 +76,10 @@ def build_run(
     config, task, model, loss = build_task_model_loss(config, data, draws_weights)
     place(model, loss, device, config.channels_last, precision.weights)
     warnings, attributes = synchronize_norms(config, model), SavedAttributes(task)
+    tried = steps_of(task, model, loss, length.total_steps)
     with watching_shapes(model, aligned) if config.watch.shapes else contextlib.nullcontext():
-        scalars = trial.probe(task, model, loss, data, config.evaluate.test or not never_evaluates(config))
+        evaluates = config.evaluate.test or not never_evaluates(config)
+        scalars = trial.probe(tried, task, model, loss, data, evaluates=evaluates)
     check_metrics(config, task, task.outputs(data.classes), data.example[1])
     monitor = choose_monitor(config, task, scalars)
 
@@ -86,11 +88,11 @@ def build_run(
     initial = set_initial_weights(config, model, data, image) if draws_weights else InitialWeights()
     freezing = freeze(config, model, image)
     sharing = 1 if config.sync_batchnorm else world().size
-    trial.try_single_sample(task, model, loss, data, freezing=freezing, epoch=length.plan, ranks=sharing)
+    trial.try_single_sample(tried, model, loss, data, freezing=freezing, epoch=length.plan, ranks=sharing)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds
-        forward = functools.partial(trial.forward_copies, task, model, loss, data)
+        forward = functools.partial(trial.forward_copies, tried, model, data)
         toggled = toggle(config, model_of(model), loss, precision, forward)
     warnings += trial.unsaved_attributes(task, attributes.restore())
 
@@ -101,7 +103,7 @@ def build_run(
     state, kernels = build_state(config, task, model, loss, freezing, hardware=hardware, length=length, monitor=monitor)
     toggled.compile_step_of(state.optimizer)
 
-    step = build_step(config, state, task, loss, hardware=hardware, toggled=toggled)
+    step = build_step(config, state, task, loss, hardware=hardware, toggled=toggled, total=length.total_steps)
     warnings += slow_guard(step, hardware)
     if world().size > 1:
         warnings += uneven_loss(loss, task, data)
@@ -183,6 +185,7 @@ def _train(
     # Callbacks are called in this order; saving comes last, when everything else is done
     callbacks = [
         agreement,
+        *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
         *custom.values(),
@@ -199,6 +202,7 @@ def _train(
         limits=run.length.limits,
         evaluate=functools.partial(evaluator.weights_and_average, "val") if data.val else None,
         callbacks=callbacks,
+        directory=directory.path,
         monitor=run.monitor,
         interrupted=agreement.reason,
     )

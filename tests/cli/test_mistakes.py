@@ -264,7 +264,7 @@ train task._target_=odd_package.Odd | task._target_: odd_package.Odd gives a Odd
     | an object with outputs(classes)
 train +metrics.odd._target_=odd_package.Odd checkpoint.monitor=val/loss | metrics.odd._target_: | without update, compute
     | allowed: an object with update(predictions, targets)
-train +callbacks.odd._target_=odd_package.Wrong | callbacks.odd._target_: | whose on_step() does not take loop
+train +callbacks.odd._target_=odd_package.Wrong | callbacks.odd._target_: | whose Wrong.on_step() does not take loop
     | allowed: on_step(self, loop)
 train +callbacks.odd._target_=odd_package.Misspelt | callbacks.odd._target_: | is never called
     | did you mean 'on_step'? | on_evaluation(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,6 +87,7 @@ class Bench:
             evaluate=(lambda: self.evaluate(state.model, lambda: bool(signals()))) if self.validate else None,
             callbacks=callbacks,
             monitor=("val/loss", "min"),
+            directory=Path(),
             interrupted=signals,
         )
 

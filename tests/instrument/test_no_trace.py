@@ -112,7 +112,7 @@ RUNS: dict[str, Callable[[Run], object]] = {
     "counting operations": training_flops,
     "counting operations with parts frozen": lambda training: training_flops(training, Position()),
     "evaluation": _evaluate,
-    "the probe": lambda training: probe(training.task, training.model, training.loss, training.data),
+    "the probe": lambda training: probe(training.steps, training.task, training.model, training.loss, training.data),
     "diagnosis": _diagnose,
     "average": _average,
     "inspection": _watch,

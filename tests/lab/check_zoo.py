@@ -322,3 +322,42 @@ CASES = [
     Case("parameters never zeroed", ("optimizer={_target_: check_zoo.Partial, lr: 0.1}",),
          "stale-gradients", "fail", "conv.weight"),
 ]  # fmt: skip
+
+OWN = (
+    "threads=1", "device=cpu", "data=own", "data.images=[]", "transform=none", "data.batch_size=16", "epochs=30",
+    "model=null", "loss=none", "task=null",
+)  # fmt: skip
+TWO = (
+    "~optimizer",
+    *(f"+optimizer.{name}={{_target_: torch.optim.Adam, lr: 0.001}}" for name in ("generator", "critic")),
+)
+TASKS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # healthy ones: class, data, model, words
+    "gradient penalty": ("WGAN", "own_steps.Digits", "network", ("+model.outputs=64", *TWO)),
+    "slope of an energy": ("Energy", "own_steps.Digits", "network", ()),
+    "slope at random times": ("Physics", "placeholder", "network", ("+model.outputs=1",)),
+    "random queue": ("MoCo", "views", "network", ()),
+    "random views": ("SimCLR", "views", "network", ()),
+    "noise": ("Masked", "noise", "network", ("+model.outputs=64",)),
+    "diffusion": ("Diffusion", "own_steps.Digits", "network", ("+model.outputs=64",)),
+    "seeds": ("Reinforce", "seed", "network", ()),
+    "mean teacher": ("MeanTeacher", "own_steps.Digits", "network", ()),
+    "masks": ("Masked", "own_steps.Digits", "network", ("+model.outputs=64",)),
+    "words": ("NextWord", "healthy_tasks.tokens", "Words", ()),
+    "one graph": ("Nodes", "healthy_tasks.graph", "network", ()),
+    "fields": ("Both", "fields", "network", ()),
+    "norms of a critic": ("DCGAN", "own_steps.Digits", "network", ("+model.outputs=64", *TWO)),
+    "two ways": ("CycleGAN", "own_steps.Digits", "network", ("+model.outputs=64", *TWO)),
+    "losses of layers": ("ForwardForward", "own_steps.Digits", "network", ()),
+    "closures": ("Table", "fields", "network",
+                 ("+model.inputs=72", "~optimizer", "+optimizer={_target_: torch.optim.LBFGS, line_search_fn: strong_wolfe}")),
+    "random pairs": ("Siamese", "comparison", "network", ()),
+    "larger pictures": ("SuperResolution", "picture", "pixels", ("+model.outputs=4",)),
+    "frozen features": ("StyleTransfer", "picture", "pixels", ()),
+    "frames": ("Video", "clip", "network", ("data.images=[frames]",)),
+    "texts of images": ("CLIP", "caption", "network", ()),
+    "triplets": ("Triplets", "fields", "network", ()),
+    "table": ("Table", "fields", "network", ("+model.inputs=72",)),
+    "crops of two sizes": ("DINO", "crops", "pixels", ("+model.outputs=16",)),
+    "frozen teacher": ("Distillation", "own_steps.Digits", "network", ()),
+    "causal attention": ("NextWord", "healthy_tasks.tokens", "GPT", ()),
+}  # fmt: skip

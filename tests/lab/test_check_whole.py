@@ -56,6 +56,9 @@ class Masks(torch.utils.data.Dataset):
             image = drawn(0)[0]
         elif self.fault == "draws":
             image[:] = torch.randint(0, 60, image.shape)
+        elif self.fault == "rolls":
+            place = int(torch.randint(SIDE, ()))
+            image, mask = image.roll(place, -1), mask.roll(place, -1)
         return tv_tensors.Image(image), tv_tensors.Mask(mask)
 
 
@@ -88,27 +91,32 @@ class Repeats:
 
 
 class Small(nn.Module):
-    def __init__(self, outputs=3, unused=False):
+    def __init__(self, outputs=3, fault=""):
         super().__init__()
         self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, outputs, 3, padding=1)
-        if unused:
+        self.norm = nn.BatchNorm2d(8) if fault == "norm twice" else nn.Identity()
+        if fault == "unused":
             self.unused = nn.Conv2d(8, outputs, 1)
+        elif fault == "frozen":
+            self.first.requires_grad_(False)
 
     def forward(self, images):
-        return self.second(F.relu(self.first(images)))
+        return self.second(F.relu(self.norm(self.norm(self.first(images)))))
 
 
 class Segment:
     ignore_index = 255
 
     def __init__(self, num_classes=3, fault=""):
-        self.num_classes, self.fault = num_classes, fault
+        self.num_classes, self.fault, self.scale = num_classes, fault, torch.ones((), requires_grad=True)
 
     def training_step(self, modules, batch):
         images, masks = batch
         logits = modules["model"](images)
         if self.fault == "detached":
             logits = logits * 0
+        elif self.fault == "learned scale":
+            logits = logits * self.scale
         elif self.fault == "infinite":
             logits = logits * float("inf")
         masks = torch.where((masks == 255) | (masks >= 3), 255, masks).long()
@@ -202,15 +210,19 @@ FAULTS = [
     (MASKS, "data.dataset.fault=copies", "labels", "duplicates", "exact copies"),
     (MASKS, "data.dataset.fault=draws", "evaluation-transform", "evaluation-transform", "the data set itself"),
     (MASKS, "transform.sample_train=[{_target_: whole.Repeats}]", "batches", "batch-repeats", "100%"),
-    (MASKS, "model.unused=true", "", "missing-gradients", "unused.weight"),
+    (MASKS, "model.fault=unused", "", "missing-gradients", "unused.weight"),
     (MASKS, "task.fault=infinite", "loss", "initial-loss", "nan"),
+    (MASKS, "task.fault=learned scale", "", "unregistered-parameters", "task.scale"),
     (MASKS, "task.fault=evaluation", "evaluation-leaves-state", "evaluation-leaves-state", "first.bias"),
     (MASKS, "task.fault=detached", "model", "gradient-scale", "0 of second.weight"),
+    (MASKS, "data.dataset.fault=rolls", "evaluation-transform", "evaluation-transform", "the data set itself"),
+    (MASKS, "model.fault=norm twice", "repeated-norms", "repeated-norms", "pass: norm"),
+    (MASKS, "model.fault=frozen", "frozen-parameters", "frozen-parameters", "first.weight"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("base", "word", "only", "name", "reason"), some(FAULTS, 0, 1, 2, 3, 6, 9, 12, 15, several=True)
+    ("base", "word", "only", "name", "reason"), some(FAULTS, 0, 1, 2, 3, 6, 9, 12, 14, *range(16, 20), several=True)
 )
 def test_each_fault_is_found_by_its_check(
     composed_check: Any, base: tuple[str, ...], word: str, only: str, name: str, reason: str

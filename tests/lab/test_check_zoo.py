@@ -183,3 +183,14 @@ def test_a_healthy_training_of_another_kind_raises_nothing(accepted: Callable[..
         accepted("check", "json=true", *check_photo_zoo.SHIPPED, *check_photo_zoo.TRAININGS[name], *skipped)
     )
     assert not {name: each["evidence"] for name, each in checks.items() if each["status"] != "pass" and each["fix"]}
+
+
+@pytest.mark.parametrize("name", some(check_zoo.TASKS, *range(6)))
+def test_a_healthy_task_with_own_steps_raises_nothing(composed_check: Callable[..., Any], name: str) -> None:
+    task, data, model, words = check_zoo.TASKS[name]
+    parts = {"task": f"healthy_tasks.{task}", "model": f"healthy_tasks.{model}", "data.dataset": data}
+    if "." not in data:
+        parts["data.dataset"], words = "healthy_tasks.Samples", (*words, f"+data.dataset.kind={data}")
+    checks = composed_check((*check_zoo.OWN, *(f"{key}._target_={name}" for key, name in parts.items()), *words))
+    assert not {name: each["evidence"] for name, each in checks.items() if each["status"] not in ("pass", "skip")}
+    assert sum(each["status"] == "pass" for each in checks.values()) > 20

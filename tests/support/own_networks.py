@@ -46,6 +46,15 @@ class Repeated(Networks):
             yield from super().optimizer_steps(modules, vectors)
 
 
+class Ramped(Networks):
+    """Logs the progress with each loss."""
+
+    def optimizer_steps(self, modules, vectors, progress):  # type: ignore[override]
+        for name, loss in super().optimizer_steps(modules, vectors):
+            loss = loss["loss"] if isinstance(loss, dict) else loss
+            yield name, {"loss": loss * progress.step / progress.total_steps, f"at_{name}": progress.step}
+
+
 class Listed(Networks):
     def optimizers(self, modules):
         return [modules["model"]]

@@ -42,12 +42,44 @@ def pieces():
     return {"train": Pieces(), "val": torch.utils.data.Subset(Digits(112), range(96, 112))}
 
 
+class Graphs(Digits):
+    def __getitem__(self, index):
+        return torch.eye(4).to_sparse(), torch.rand(4, 3), torch.tensor(1)
+
+
 class Scenes(Digits):
     """Images of bytes (1, 8, 8) with some boxes each."""
 
     def __getitem__(self, index):
         image = (self.vectors[index] * 255).to(torch.uint8).view(1, 8, 8)
         return {"image": image, "boxes": torch.full((1 + index % 3, 4), float(index)), "name": f"scene {index}"}
+
+
+class Videos(Digits):
+    """5 frames of bytes (2, 8, 8) with a number, the second channel brighter."""
+
+    def __getitem__(self, index):
+        image = (self.vectors[index] * 127).to(torch.uint8).view(1, 8, 8)
+        return {"frames": torch.stack([torch.cat([image, image + 128])] * 5), "number": index % 3}
+
+
+class Watching:
+    def training_step(self, modules, batch):
+        frames = batch["frames"]
+        assert frames.shape[1:] == (5, 2, 8, 8)
+        # After normalisation, both channels agree.
+        assert torch.allclose(frames[:, :, 0], frames[:, :, 1], atol=1e-5)
+        return F.cross_entropy(modules["model"](frames.mean(1)[:, :1]), batch["number"])
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+    def predict_step(self, modules, batch):
+        return {"number": modules["model"](batch["frames"].mean(1)[:, :1]).argmax(1)}
+
+    def draw(self, sample, outputs):
+        assert sample["frames"].shape == (1, 5, 3, 8, 8)
+        return sample["frames"][0, 0]
 
 
 def scenes(samples):
@@ -106,6 +138,40 @@ class Reconstruction:
 
     def evaluation_step(self, modules, batch):
         return {"loss": self.training_step(modules, batch)["loss"]}
+
+
+class Sampled(Reconstruction):
+    """Generates pictures, a text and a number; `gives` names what else it returns, which is refused."""
+
+    def __init__(self, gives=None):
+        self.gives = gives
+
+    def sample(self, modules, count=6):
+        if self.gives:
+            return WRONG_SAMPLES[self.gives]()
+        like = next(modules["model"].parameters())
+        rows, mean, _ = modules["model"](torch.rand(count, 64, dtype=like.dtype, device=like.device))
+        digits = rows.float().sigmoid().mul(255).to(torch.uint8).view(count, 1, 8, 8)
+        found = f"training {modules['model'].training}, gradients {rows.requires_grad}, {mean.dtype}"
+        modules["model"].train()(torch.rand_like(rows))  # changes modes and statistics, which are put back
+        return {
+            "digits": digits,
+            "first": digits[0].expand(3, 8, 8),
+            "../found": f"{found}\n<{count}> ä",
+            "spread": rows.std(),
+        }
+
+
+WRONG_SAMPLES = {
+    "a list": lambda: [torch.zeros(3, 8, 8, dtype=torch.uint8)],
+    "floats": lambda: {"faces": torch.zeros(3, 8, 8)},
+    "two channels": lambda: {"faces": torch.zeros(4, 2, 8, 8, dtype=torch.uint8)},
+    "no picture": lambda: {"faces": torch.zeros(0, 3, 8, 8, dtype=torch.uint8)},
+    "None": lambda: {"faces": None},
+    "a metric": lambda: {"loss": 1.0},
+    "a column": lambda: {"epoch": 1.0},
+    "an error": lambda: {}["faces"],
+}
 
 
 class Padded(Reconstruction):
@@ -205,6 +271,73 @@ class MomentumHead(CountBoxes):
             slow.lerp_(fast, 0.1)
 
 
+class Scheduled(MomentumHead):
+    """The second head follows less and less, and what the first one learns from it counts more and more."""
+
+    def training_step(self, modules, batch, progress=None):
+        loss = CountBoxes.training_step(self, modules, batch)
+        features = modules["model"](batch["image"])
+        apart = (modules["head"](features) - modules["slow"](features)).square().mean()
+        told = {"at": progress.step, "of": progress.total_steps, "epochs": progress.epoch}
+        return {"loss": loss + progress.step / progress.total_steps * apart, **told}
+
+    def after_step(self, modules, *, progress):  # type: ignore[override]
+        for slow, fast in zip(modules["slow"].parameters(), modules["head"].parameters(), strict=True):
+            slow.lerp_(fast, 0.5 * (1 - progress.step / progress.total_steps))
+
+
+class Said:
+    """Says nothing of outputs, and needs the names of the classes."""
+
+    def __init__(self, classes):
+        assert classes == [str(number) for number in range(10)], classes
+        self.weight = 1.0  # and not the method `weight(batch)`, which it lacks
+
+    def training_step(self, modules, batch):
+        return F.cross_entropy(modules["model"](batch[0]), batch[1])
+
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+
+
+class Seven(Said):
+    def __init__(self, classes=7):
+        assert classes == 7, classes
+
+
+class Backbone(nn.Sequential):
+    """Gives its features without a number of classes."""
+
+    def __init__(self, num_classes=None):
+        layers = [nn.Flatten(), nn.Linear(64, 12)]
+        super().__init__(*layers, *([] if num_classes is None else [nn.Linear(12, num_classes)]))
+
+
+class Numbered(Backbone):
+    def __init__(self, num_classes=11):
+        super().__init__(num_classes)
+
+
+class Failing(Said):
+    def training_step(self, modules, batch):
+        return modules["model"](batch[0]) @ batch[1]
+
+
+class IsModule(nn.Module):
+    def training_step(self, modules, batch):
+        return batch.sum()
+
+
+class ProgressFirst(CountBoxes):
+    def training_step(self, progress, modules, batch):  # type: ignore[override]
+        return super().training_step(modules, batch)
+
+
+class StepNumber(CountBoxes):
+    def after_step(self, modules, step):
+        pass
+
+
 class MeanOverBoxes(CountBoxes):
     """The mean over all boxes, of which samples have different numbers."""
 
@@ -215,6 +348,11 @@ class MeanOverBoxes(CountBoxes):
         counts = torch.tensor([len(boxes) for boxes in batch["boxes"]])
         losses = self.logits(modules, batch).square().sum(1)
         return {"loss": (losses * counts).sum() / counts.sum(), "targets": counts - 1, "outputs": losses[:, None]}
+
+
+class WeightIsNumber(MeanOverBoxes):
+    def __init__(self):
+        self.weight = 3
 
 
 class Compared(CountBoxes):

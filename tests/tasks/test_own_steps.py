@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from extended import some
 from safetensors.torch import load_file
 
 from runner.checkpoint.file import read, write
+from runner.run.model import DataFacts, build_model
+from runner.tasks.task import Task
 
 COMMON = (
     "transform=none", "~model.dropout", "~model.width", "epochs=2", "data.batch_size=16", "data.num_workers=0",
@@ -30,6 +33,9 @@ PAIRS = (
     "transform=none", "epochs=1", "data=own", "data.images=[]", "data.dataset._target_=own_steps.Pairs", "task.num_classes=3",
     "model=mlp", "model.hidden=[8]", "model.in_channels=1", "model.image_size=[8,8]",
 )  # fmt: skip
+SAID = ("logger=none", "data=digits", "transform=none", "loss=none", "epochs=1", "task._target_=own_steps.Said")
+MLP = ("model=mlp", "model.hidden=[8]")
+FAILING = (*SAID, *MLP, "task._target_=own_steps.Failing", "data.batch_size=1")
 CONTRAST = ("logger=none", "model=mlp", "transform=none", "loss=none", "task._target_=own_steps.Contrast")
 
 
@@ -71,6 +77,28 @@ def test_a_task_goes_on_from_the_weights_after_each_step(train: Callable[..., An
     expected = start["slow.weight"].lerp(after["head.weight"], 0.1)
     torch.testing.assert_close(after["slow.weight"], expected, rtol=0, atol=1e-12)
     assert not torch.equal(start["slow.weight"], after["slow.weight"])
+
+
+def test_a_ramp_and_a_momentum_schedule_follow_the_progress_of_killed_accumulated_and_distributed_runs(
+    train: Callable[..., Any], killed: Callable[..., Any]
+) -> None:
+    # 67 samples are 4 steps in each of 2 epochs
+    words = (
+        *BOXES, "task._target_=own_steps.Scheduled", "data.drop_last=true", "dtype=float64", "log.every_steps=1",
+        "threads=1", "checkpoint.every_steps=1", "checkpoint.min_seconds=0",
+    )  # fmt: skip
+    whole = train(*words)
+    resumed = train(f"ckpt_path={killed(6, *words)}", "callbacks=none")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    one, *others = whole, train(*words, "devices=2"), train(*words, "data.batch_size=8", "accumulate=2")
+    weights = load_file(one.directory / "checkpoints" / "last.safetensors")
+    for each in (one, *others):
+        steps = [row for row in each.metrics if row["split"] == "train"]
+        told = [tuple(row[name] for name in ("at", "of", "epochs")) for row in steps]
+        assert told == [(step, 8, step // 4) for step in range(8)]
+        found = load_file(each.directory / "checkpoints" / "last.safetensors")
+        for name in ("model.features.1.weight", "head.weight", "slow.weight"):
+            torch.testing.assert_close(found[name], weights[name], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("task", some(["CountBoxes", "MeanOverBoxes", "MomentumHead"], 1))
@@ -152,8 +180,56 @@ def test_a_model_that_was_trained_with_a_projection_is_used_without_it(
     refused((*words, "compile=step"), "compile", "is step")
 
 
+def test_a_task_gets_the_names_of_the_classes_and_the_model_their_number(
+    train: Callable[..., Any], printed: Any, accepted: Any
+) -> None:
+    result = train(*SAID, *MLP)
+    stored = (result.directory / "config.yaml").read_text()
+    assert "num_classes: 10" in stored
+    assert "classes: [" not in stored
+    assert "classes:\n" not in stored
+    assert load_file(result.directory / "checkpoints" / "last.safetensors")["head.weight"].shape == (10, 8)
+    found = printed("eval", f"ckpt_path={result.directory}", "split=test")
+    assert found["metrics"]["loss"] == result.summary["test"]["loss"]
+    accepted("export", f"ckpt_path={result.directory}", "format=torch_export")  # of the checkpoint alone
+    other = train(*SAID, *MLP, "model.num_classes=12")
+    assert load_file(other.directory / "checkpoints" / "last.safetensors")["head.weight"].shape == (12, 8)
+
+
+def test_a_number_of_classes_that_no_task_asks_for_is_only_given_to_new_models_that_need_one(
+    train: Callable[..., Any], printed: Any
+) -> None:
+    for model, layers in (("Backbone", {"1"}), ("Numbered", {"1", "2"})):
+        words = (*SAID, "model=null", f"model._target_=own_steps.{model}", "task._target_=own_steps.Seven")
+        result = train(*words)
+        weights = load_file(result.directory / "checkpoints" / "last.safetensors")
+        assert {name.partition(".")[0] for name in weights if name.endswith(".weight")} == layers
+        found = printed("eval", f"ckpt_path={result.directory}", "split=test")
+        assert found["metrics"]["loss"] == result.summary["test"]["loss"]
+    assert weights["2.weight"].shape == (10, 12)
+    # Checkpoints from before have no number, and were made without one
+    config: Any = SimpleNamespace(model={"_target_": "own_steps.Numbered"})
+    facts = DataFacts(("cat", "dog"), 1, (8, 8))
+    old = build_model(config, Task(), facts, lambda: torch.zeros(1, 1, 8, 8), fetch_weights=False)
+    assert len([*old.children()]) == 2
+
+
 def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) -> None:
     assert set(train(*PAIRS).summary["test"]) == {"loss", "accuracy"}
+
+
+def test_frames_are_normalised_by_their_channels_and_drawn(
+    train: Callable[..., Any], accepted: Any, refused: Callable[..., None]
+) -> None:
+    words = (
+        *COMMON, "data=own", "data.images=[frames]", "data.dataset._target_=own_steps.Videos", "loss=none",
+        "model._target_=own_steps.Pooled", "task._target_=own_steps.Watching", "max_steps=2", "channels_last=true",
+    )  # fmt: skip
+    # The second channel has 128 of 255 more
+    result = train(*words, "data.normalize.mean=[0.0,0.501960784]", "data.normalize.std=[0.5,0.5]")
+    accepted("predict", f"ckpt_path={result.directory}", "input=test", "output=rows.csv", "pictures=true", "threads=1")
+    of_frames = ("data.normalize.mean=[0,0,0,0,0]", "data.normalize.std=[1,1,1,1,1]")
+    refused((*words, *of_frames), "data.normalize", "5 values, but the images have 2 channels")
 
 
 @pytest.mark.parametrize(
@@ -173,6 +249,29 @@ def test_the_default_steps_take_inputs_of_any_kind(train: Callable[..., Any]) ->
         ((*BOXES, "task._target_=own_steps.OtherModel"), "task", "another model"),
         ((*VECTORS, "data.images=[image]"), "data.images", "one tensor"),
         ((*VECTORS, "task._target_=own_steps.Slip"), "task._target_", "trainig_step"),
+        (
+            (*VECTORS, "task._target_=own_steps.IsModule"),
+            "task._target_",
+            "whose Module.modules(",
+        ),
+        (
+            (*BOXES, "task._target_=own_steps.WeightIsNumber"),
+            "task._target_",
+            "whose attribute weight is 3, and hides its method weight",
+        ),
+        (FAILING, "task", "evaluate a batch, in a trial with 2 samples:"),
+        (
+            (*FAILING, "evaluate.every_epochs=null", "evaluate.test=false"),
+            "task",
+            "train on a batch, in a trial with 2",
+        ),
+        ((*VECTORS, "data.dataset._target_=own_steps.Graphs"), "data.dataset", "sparse or nested tensors"),
+        (
+            (*BOXES, "task._target_=own_steps.ProgressFirst"),
+            "task._target_",
+            "does not take modules and batch and progress",
+        ),
+        ((*BOXES, "task._target_=own_steps.StepNumber"), "task._target_", "after_step(self, modules, [progress])"),
         ((*PAIRS, "loss=none"), "task", "training_step"),
     ],
 )

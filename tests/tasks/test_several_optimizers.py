@@ -47,6 +47,18 @@ def conf(workdir: Path) -> None:
         (workdir / "conf" / f"{name}.yaml").write_text(f"# Two.\n# train\ndefaults:\n{text}", encoding="utf-8")
 
 
+def test_steps_of_several_optimizers_see_the_progress_of_the_run(train: Callable[..., Any]) -> None:
+    words = (*SEVERAL, *EXACT, "task._target_=own_networks.Ramped")
+    one, *others = (train(*words, *each) for each in ((), ("devices=2",), ("data.batch_size=5", "accumulate=3")))
+    for result in (one, *others):
+        steps = [row for row in result.metrics if row["split"] == "train"]
+        assert [(row["at_generator"], row["at_discriminator"]) for row in steps] == [(step, step) for step in range(4)]
+        assert steps[0]["loss"] == 0, "the ramp begins at 0"
+        for name, value in result.last["model"].items():
+            if name.endswith(("weight", "bias")):
+                torch.testing.assert_close(value, one.last["model"][name], rtol=0, atol=1e-12)
+
+
 def test_a_gan_trains_as_a_loop_by_hand_does(train: Callable[..., Any]) -> None:
     found = train(*SEVERAL, *EXACT, "grad_clip.norm=0.5").last["model"]
     start = train(*SEVERAL, *EXACT, *STILL).last["model"]

@@ -102,6 +102,10 @@ def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (workdir / path).write_text(FILE)
     step = "class T(T):\n    def training_step(self): ...\n"
     (workdir / "named.py").write_text(f"from other import T, model\nclass Views: ...\ndata = Views\n{step}")
+    (workdir / "both.py").write_text(f"from other import T\nclass A: ...\nclass B: ...\ndata, model = A, B\n{step}")
+    defaults = 'defaults = ["optimizer=sgd", "optimizer.lr=1", "epochs=2", "loss=mse", "~scheduler"]\n'
+    (workdir / "short_of.py").write_text(f"from other import T\n{defaults}{step}")
+    (workdir / "wrong.py").write_text(f"defaults = {{'epochs': 2}}\n{step}")
     (workdir / "made.py").write_text(f"data = [1, 2]\n{step}")
     (workdir / "one.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\n")
     monkeypatch.syspath_prepend(str(workdir))
@@ -137,6 +141,13 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
     (["task=short.py:Other", "data=digits", "model=mlp"],
      "task=null task._target_=short.Other name=short trust=[short] data=digits model=mlp"),
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
+    (["task=both.py"], "task=null task._target_=both.T name=both trust=[both] loss=none model=null model._target_=both.model "
+     "data=own data.dataset._target_=both.data transform=none data.images=[]"),
+    (["task=short_of.py", "epochs=3"], "task=null task._target_=short_of.T name=short_of trust=[short_of] "
+     "optimizer=sgd optimizer.lr=1 loss=mse ~scheduler epochs=3"),
+    (["task=short_of.py", "optimizer=adam"], "task=null task._target_=short_of.T name=short_of trust=[short_of] "
+     "epochs=2 loss=mse ~scheduler optimizer=adam"),
+    (["task=short_of.py", "ckpt_path=last"], "task._target_=short_of.T name=short_of trust=[short_of] ckpt_path=last"),
     (["task=named.py", "ckpt_path=null"], "task=null task._target_=named.T name=named trust=[named] loss=none model=null "
      "model._target_=named.model data=own data.dataset._target_=named.data transform=none data.images=[] ckpt_path=null"),
     (["task=classification", "task._target_=a.py"], "task=classification task._target_=a.py"),
@@ -153,6 +164,7 @@ def test_the_word_stands_for_what_the_file_has_and_the_others_do_not_say(words: 
     ("task=../short.py", "below the current folder"),
     ("task=my-task.py", "names that Python can import"),
     ("task=made.py", "'data' of made.py is a value"),
+    ("task=wrong.py", "'defaults' of wrong.py is not a list of words"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_meant_is_a_sentence(word: str, reason: str, rejected: Any, folder: Path) -> None:
     (folder / "two.py").write_text("class A:\n    def training_step(self): ...\nclass B(A): ...\nclass C(A): ...\n")

@@ -172,15 +172,18 @@ KINDS: dict[str, tuple[tuple[str, ...], str, int, str]] = {
     "constructor": ((*NET, "+model.kind=constructor"), "bug", 1, "while model was built"),
     "refused argument": ((*NET, "+model.kind=value"), "value", 2, "model: own_parts.Net refuses its arguments"),
     "layers that do not fit": ((*NET, "+model.kind=shape"), "shape", 2, "model: cannot take images of shape"),
-    "attribute": ((*NET, "+model.kind=name"), "name", 1, "while model was tried on one sample"),
+    "attribute": ((*NET, "+model.kind=name"), "name", 1, "while model was tried: cannot take images of shape"),
     "forward in training": ((*NET, "+model.kind=later"), "bug", 1, "in epoch 1, after 0 optimizer steps"),
     "model that is none": ((*NET[:-1], "model._target_=own_parts.Nothing"), "", 2, "model._target_: own_parts.Nothing"),
     "detached outputs": ((*NET, "+model.kind=detached"), "", 2, "model: its result has no gradient"),
     "sample dropped": (
         (*NET, "+model.kind=dropping"), "", 2, "model: gives (1, 10) in training for a batch of 2",
     ),
-    "no derivative": ((*NET, "+model.kind=no derivative"), "", 2, "model: its gradients cannot be computed: "),
-    "loss": ((LOSS, "+loss.kind=bug"), "bug", 2, "loss: my bug"),
+    "no derivative": (
+        (*NET, "+model.kind=no derivative"), "", 2,
+        "model: its gradients cannot be computed, in a trial with 2 samples: ",
+    ),
+    "loss": ((LOSS, "+loss.kind=bug"), "bug", 2, "loss: in a trial with 1 sample: my bug"),
     "detached loss": ((LOSS, "+loss.kind=detached"), "", 2, "loss: its result has no gradient"),
     "loss of each sample": ((LOSS, "+loss.kind=samples"), "", 2, "loss: gives a tensor of shape (1,) as the loss"),
     "loss of each sample, squeezed": (

@@ -44,7 +44,7 @@ _OF = {
     """,
     Change.ALLOWED: """
         name tags notes output_root ckpt_path resume max_time trust logger detect_anomaly activation_checkpointing post_mortem
-        watch.shapes watch.finite data.name data.root data.download data.max_skipped data.placement data.cache
+        json watch.shapes watch.finite data.name data.root data.download data.max_skipped data.placement data.cache
         data.cache_dir data.num_workers data.prefetch data.persistent_workers data.pin_memory data.non_blocking data.timeout_s
         data.identity evaluate.batch_size evaluate.test checkpoint.every_epochs checkpoint.every_steps
         sweep.dir sweep.new sweep.retry sweep.ablate slurm.signal slurm.requeue

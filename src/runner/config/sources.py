@@ -50,7 +50,7 @@ class Option:
     def comments(self) -> list[str]:
         """The comment lines at the top of the file, without their marks."""
         lines = itertools.takewhile(lambda line: line.startswith("#"), text_of(self.path).splitlines())
-        return [line.lstrip("# ").rstrip() for line in lines if not line.startswith("# @")]
+        return [line.lstrip("# ").rstrip() for line in lines if not line.startswith(("# @", "# yaml-language-server"))]
 
     @property
     def description(self) -> str:

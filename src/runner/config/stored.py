@@ -32,7 +32,7 @@ from runner.config.yaml_files import plain
 T = TypeVar("T", bound=Train)
 
 _OF_THE_CALL = (
-    "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "dry_run", "slurm", *OF_THE_SWEEP
+    "trust", "output_root", "ckpt_path", "resume", "max_time", "post_mortem", "json", "dry_run", "slurm", *OF_THE_SWEEP
 )  # fmt: skip
 # Fetching writes to disk, so the command line decides.
 _FETCHING = ("data.download", "data.dataset.download")

@@ -69,7 +69,7 @@ FACTS: dict[str, tuple[str, ...]] = {
     "data.dataset": ("root", "download", "image_size", "max_pixels", "on_error", "cache_folder"),
     "model": ("in_channels", "image_size", "num_classes"),
     "loss": ("num_classes", "class_counts", "label_counts", "ignore_index"),
-    "task": ("num_classes", "num_outputs"),
+    "task": ("num_classes", "num_outputs", "classes"),
     "task.teacher": ("in_channels", "image_size", "num_classes"),
     "scheduler": ("total_steps", "steps_per_epoch", "mode", "clock", "lr"),
     "metrics": ("num_classes", "num_labels", "threshold", "task"),
@@ -184,6 +184,12 @@ def bind(key: str, node: Mapping[str, Any], facts: Iterable[str] = (), positiona
     return problems
 
 
+def plain_kind(annotation: Any) -> Any:
+    """What an argument takes, if that is nothing but what YAML has: numbers, texts, true, false, null, and lists; else None."""
+    kind = _without_tensors(annotation)
+    return kind if kind is not None and all(map(_is_plain, keys.members(kind))) else None
+
+
 def _is_plain(annotation: Any) -> bool:
     """Tell whether values of an annotation come from YAML as they are."""
     origin = get_origin(annotation)
@@ -229,9 +235,9 @@ def extras_of(key: str, node: Mapping[str, Any]) -> Any:
     return found
 
 
-def names_argument(node: Mapping[str, Any], name: str) -> bool:
-    """Tell whether the signature of a component's target has an argument of this name."""
-    return Component("", node).takes(name)
+def names_argument(node: Mapping[str, Any], name: str) -> inspect.Parameter | None:
+    """The argument of this name in the signature of a component's target; None if there is none."""
+    return Component("", node).parameters.get(name)
 
 
 def preferred_data(node: Mapping[str, Any], grey: bool) -> dict[str, Any]:

@@ -6,12 +6,13 @@ The file is parsed and not imported, so that mistakes in other words are still f
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runner.base.errors import UserError, nearest
-from runner.config.keys import key_of, says
+from runner.config.keys import key_of, says, within
 
 _WORD = re.compile(r"task=([^=,'\"\[\]{}]+\.py)(?::(\w*))?")
 _STEPS = {"training_step", "optimizer_steps"}
@@ -52,30 +53,48 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     if name not in classes:
         allowed = ", ".join(f"task={file}:{each}" for each in classes)
         raise UserError("task", f"{file} has no class '{name}'", allowed, nearest(name, classes))
-    given, own, target = {key_of(word) for word in words}, _methods(classes, name), f"{module}.{name}"
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     # Other names of functions and classes: `data = Views`, and `from my_data import data`
     top |= {each.asname or each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
-    for node in (node for node in tree.body if isinstance(node, ast.Assign)):
-        for each in map(ast.unparse, node.targets):
-            if each in ("data", "model") and not isinstance(node.value, ast.Name | ast.Attribute) and each not in given:
-                allowed = f"a function or a class: def {each}(): ..."
-                raise UserError("task", f"'{each}' of {file} is a value", allowed)
-            top.add(each)
-    # Who names the file runs it
-    written = {"task._target_": target, "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
-    if all(
-        word in ("ckpt_path=", "ckpt_path=null") for word in words if key_of(word) == "ckpt_path"
-    ):  # else it has all
-        written = {"task": "null", **written}
-        if own & _STEPS and not says("loss", words):
+    assigned = dict(pair for node in tree.body if isinstance(node, ast.Assign) for pair in _assigned(node))
+    top |= assigned.keys()
+    # Who names the file runs it; a checkpoint has everything else
+    written = {"task._target_": f"{module}.{name}", "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
+    given, defaults = {key_of(word) for word in words}, list[str]()
+    if all(word in ("ckpt_path=", "ckpt_path=null") for word in words if key_of(word) == "ckpt_path"):
+        if "defaults" in assigned:
+            defaults = [word for word in _words(assigned["defaults"], file) if not within(key_of(word), given)]
+            given |= {key_of(word) for word in defaults}
+        written, own = {"task": "null", **written}, _methods(classes, name)
+        if own & _STEPS and not says("loss", given):
             written["loss"] = "none"
-        if "model" in top and "model" not in given:
+        for each in {"data", "model"} & top - given:
+            if each in assigned and not isinstance(assigned[each], ast.Name | ast.Attribute):
+                raise UserError("task", f"'{each}' of {file} is a value", f"a function or a class: def {each}(): ...")
+        if "model" in top - given:
             written |= {"model": "null", "model._target_": f"{module}.model"}
-        if "data" in top and "data" not in given:
+        if "data" in top - given:
             written |= {"data": "own", "data.dataset._target_": f"{module}.data", "transform": "none"}
             written |= {"data.images": "[]"} if own & _STEPS else {}
-    return [f"{key}={value}" for key, value in written.items() if key == "task" or key not in given]
+    return [*(f"{key}={value}" for key, value in written.items() if key == "task" or key not in given), *defaults]
+
+
+def _words(value: ast.expr, file: Path) -> list[str]:
+    """The words of `defaults = [...]`, which those of the command replace."""
+    with contextlib.suppress(ValueError):
+        if isinstance(words := ast.literal_eval(value), list | tuple) and all(isinstance(word, str) for word in words):
+            return [*words]
+    raise UserError(
+        "task", f"'defaults' of {file} is not a list of words", 'such as ["optimizer.lr=0.001", "epochs=20"]'
+    )
+
+
+def _assigned(node: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
+    """The names that an assignment sets, with their values: also `data, model = Views, Net`."""
+    for place in node.targets:
+        several = isinstance(place, ast.Tuple) and isinstance(node.value, ast.Tuple)
+        pairs = zip(place.elts, node.value.elts, strict=False) if several else [(place, node.value)]  # type: ignore[attr-defined]
+        yield from ((ast.unparse(name), value) for name, value in pairs)
 
 
 def _bases(node: ast.ClassDef) -> list[str]:

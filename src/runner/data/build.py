@@ -55,6 +55,8 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     else:
         items, _ = made.tried = made.first("train", True, data.samples_a_batch)
         tensors = tensors_in(mapped_items([*items], np.ndarray, as_numbers))
+        if any(each.layout != torch.strided for each in tensors):
+            raise UserError("data.dataset", "has sparse or nested tensors", "to_dense(), or indices and values")
         place(made, sum(each.nbytes for each in tensors) // len(items))
         made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
     made.warnings += _files_listed_twice(parts)

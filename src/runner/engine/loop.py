@@ -22,6 +22,7 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -50,6 +51,7 @@ class Loop:
         evaluate: evaluates the validation split, and raises `Interrupted` if `interrupted` says so; None without one.
         callbacks: objects with some of the methods of `runner.engine.callbacks.METHODS`.
         monitor: metric and mode (`min` or `max`) that decide which evaluation is best; an empty name for none.
+        directory: where callbacks may write: the run directory, or a temporary folder on other ranks than the first.
         interrupted: returns the name of the signal that asks the run to stop, or an empty string.
     """
 
@@ -63,10 +65,12 @@ class Loop:
         evaluate: Callable[[], dict[str, float]] | None,
         callbacks: Sequence[Any],
         monitor: tuple[str, str],
+        directory: Path,
         interrupted: Callable[[], str] = lambda: "",
     ) -> None:
         self.step, self.state, self.source, self.plan, self.limits = step, step.state, source, plan, limits
         self.callbacks, self.monitor, self.interrupted = list(callbacks), monitor, interrupted
+        self.directory = directory
         self._evaluate, self._evaluated_at = evaluate, -1  # the step of the latest evaluation in this process
         self._diagnosed = 0  # steps that were skipped and had a diagnosis
         self._restart_batches = False  # whether the source was asked for other batches meanwhile

@@ -202,6 +202,7 @@ def measure(config: Profile, training: Run, folder: Path, tell: Callable[[str], 
         evaluate=None,
         callbacks=[*extra.values(), Log(every, []), found],
         monitor=training.monitor,
+        directory=folder,
     )
     try:
         with contextlib.closing(found.phases):  # stops what is still recording, after an error

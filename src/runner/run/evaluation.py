@@ -1,22 +1,29 @@
 """Evaluations of a run: of its weights, of their average, and of the best checkpoint on the test split.
 
 `Predictions` is what a task gives for each sample of a batch (`predict_step`), and the picture that it draws of one (`draw`).
+`Samples` is what it generates to show what its weights can do (`sample`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, blame
+from runner.base.files import make_folder, replacing, writing
 from runner.checkpoint import file
 from runner.checkpoint.find import LoadedCheckpoint
 from runner.checkpoint.manager import CheckpointManager
+from runner.checkpoint.rng import seed_everything
 from runner.checkpoint.weights import part_with
 from runner.config.schema.train import Train
 from runner.data.build import not_finite
@@ -26,15 +33,20 @@ from runner.distributed.sharding import is_sharded, reshard
 from runner.distributed.world import world
 from runner.engine.errors import Interrupted
 from runner.engine.evaluation import evaluate
+from runner.engine.loop import Loop
 from runner.engine.weight_average import prefix
 from runner.instrument.nested import parts_of_rows, tensors_moved
-from runner.instrument.no_trace import preserved_rng
+from runner.instrument.no_trace import evaluating, preserved_rng
 from runner.run.finetune import explaining
 from runner.run.from_checkpoint import load_weights_of
 from runner.run.metrics import fresh_metrics
 from runner.run.model import modules_of
 from runner.run.run import Run
 from runner.run.trial import explaining_memory
+from runner.runtime.precision import Precision
+from runner.tracking.loggers import Background, Logger
+
+_COUNT = 16  # of samples while training, if `count` of `sample` has no default
 
 
 class Evaluator:
@@ -190,8 +202,7 @@ class Predictions(nn.Module):
     def forward(self, batch: Batch) -> list[dict[str, Any]]:
         """A dict for each sample of a batch."""
         count = len(batch.indices)
-        modules = modules_of(self._modules_of_task, nn.Identity())
-        del modules["loss"]  # is not built where a model is only used
+        modules = modules_of(self._modules_of_task)
         with explaining("task", "its predict_step cannot take a batch: "):
             found = self._task.predict_step(modules, batch.data)
         fields = tensors_moved(dict(found), "cpu") if isinstance(found, Mapping) else {"": found}
@@ -218,6 +229,98 @@ class Predictions(nn.Module):
 
         def undone(images: Tensor, *_: Any) -> Tensor:
             pixels = (images.float() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-            return pixels if pixels.shape[1] == 3 else pixels[:, :1].expand(-1, 3, -1, -1)
+            return pixels if pixels.shape[-3] == 3 else pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
 
         return Fields(["0"] if names is None else names, undone)(data, torch.empty(0), 0)  # type: ignore[arg-type]
+
+
+class Samples:
+    """A callback that lets the task sample after each evaluation: it writes and shows pictures and texts, and adds numbers."""
+
+    def __init__(self, run: Run, loggers: Sequence[Logger]) -> None:
+        self._run, self._loggers = run, loggers
+
+    def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
+        """Sample with the weights that were evaluated, so with their average if there is one."""
+        run, position, averaged = self._run, loop.state.position, loop.state.averaged
+        with averaged.applied() if averaged is not None and averaged.begun else contextlib.nullcontext():
+            found = generated(run.task, run.model, run.precision, run.config.seed)
+        numbers = {f"val/{name}": value for name, value in found.items() if isinstance(value, float)}
+        if taken := numbers.keys() & metrics.keys():
+            raise UserError("task", f"its sample gives {min(taken)}, which the evaluation gives, too", "another name")
+
+        def write() -> dict[str, float]:
+            files = write_samples(found, loop.directory / "samples", f"_{position.global_step:08}")
+            for logger in self._loggers if files else ():
+                if isinstance(logger, Background):
+                    logger.log("sample", files, position.global_step, position.epoch + (position.batch > 0))
+            return numbers
+
+        # Rank 0 writes, and all ranks go on with its numbers
+        metrics |= world().decide(write)
+
+
+def generated(
+    task: Any, modules: nn.Module, precision: Precision, seed: int, count: int | None = None
+) -> dict[str, Tensor | str | float]:
+    """What `sample` of a task returns by name, pictures on the CPU; everything else is left as it is.
+
+    The random generators start from the seed, so results of different weights are comparable. All ranks have to call this
+    where the weights are divided among them. `modules` are what `build_modules` returned.
+
+    Raises:
+        UserError: if `sample` fails, returns anything else, or takes no `count` where there is one.
+    """
+    sample: Any = getattr(task, "sample", None)
+    parameter = inspect.signature(sample).parameters.get("count") if sample else None
+    if count is not None and parameter is None:
+        raise UserError("samples", f"{type(task).__name__} has no sample(modules, count)", "a task that has it")
+    if parameter is not None and parameter.default is parameter.empty:
+        count = count or _COUNT
+    # Gathered weights would be tensors of inference mode, so a sharded model does without it
+    with evaluating(modules, inference=not is_sharded(modules)):
+        seed_everything(seed)
+        with precision.autocast(), blame("task", "its sample fails"):
+            given = sample(modules_of(modules), **({} if count is None else {"count": count}))
+            # Names are those of files, too
+            found = {re.sub(r"\W", "_", str(name)): _sample(name, value) for name, value in given.items()}
+        reshard(modules)
+    return found
+
+
+def _sample(name: str, value: Any) -> Tensor | str | float:
+    if isinstance(value, str):
+        return value
+    what = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    pixels = isinstance(value, Tensor) and value.dtype == torch.uint8 and value.ndim in (3, 4) and value.numel() > 0
+    if pixels and value.shape[-3] in (1, 3):
+        return value.cpu()  # type: ignore[no-any-return]
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        return float(value)
+    allowed = "pictures, uint8 (3 or 1, H, W) or (N, 3 or 1, H, W), a text, or a number"
+    raise UserError("task", f"its sample gives {what} as {name}", allowed)
+
+
+def write_samples(found: Mapping[str, Any], folder: Path, ending: str = "") -> dict[str, Path]:
+    """Write pictures, several as one grid, and texts, with an ending of their names; returns the files by name.
+
+    Without an ending, each of several pictures is also written into a folder of their name, as `000000.png`.
+    """
+    from torchvision.utils import make_grid  # takes a second, which only tasks that generate pictures need
+
+    files = {}
+    for name, value in found.items():
+        if isinstance(value, float):
+            continue
+        files[name] = folder / f"{name}{ending}.{'txt' if isinstance(value, str) else 'png'}"
+        contents = {files[name]: value}
+        if isinstance(value, Tensor) and value.ndim == 4 and not ending:
+            contents |= {folder / name / f"{place:06}.png": single for place, single in enumerate(value)}
+        for path, content in contents.items():
+            make_folder(path.parent)
+            with replacing(path) as file, writing(path):
+                if isinstance(content, str):
+                    file.write(content.encode(errors="backslashreplace"))
+                else:  # in grey, too, a grid has three channels
+                    Image.fromarray(make_grid(content).permute(1, 2, 0).numpy()).save(file, "png")
+    return files

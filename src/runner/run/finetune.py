@@ -93,7 +93,7 @@ def explaining(key: str, problem: str, allowed: str = "") -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise refusal(error) or UserError(key, f"{problem}{first_line(error)}", allowed) from error
     except Exception as error:  # a bug, which another setting does not cure
-        error.add_note(f"while {key} was tried on one sample")
+        error.add_note(f"while {key} was tried: {problem}".rstrip(": "))
         raise
 
 

@@ -67,7 +67,10 @@ def build_task_model_loss(
     config = with_changes(config, {"task": _filled_task(config, data)})
     task = build_task(config, data, fetch_weights)
     statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
-    filled = _filled(config.model, _model_facts(task.outputs(data.classes), data))
+    filled = _filled(config.model, _model_facts(_stated_outputs(task, data), data))
+    # Only by the config of a new run, as models of older checkpoints got None, which one that is None by default still gets
+    asks = fetch_weights and filled.get("num_classes") is None and names_argument(filled, "num_classes")
+    filled |= {"num_classes": task.outputs(data.classes) or None} if asks and asks.default is not None else {}
     config = with_changes(config, statistics | {"model": filled})
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
     loss = build_loss(config, task, data)
@@ -89,6 +92,8 @@ def build_task(config: Train, data: KnownData, fetch_weights: bool = True) -> Ta
         allowed = "task=regression loss=mse for numbers, or the number of classes"
         raise UserError("task.num_classes", "is not known, because the data has no classes", allowed)
     _check_against_data("task", config.task, facts)
+    if data.classes and (names := names_argument(config.task, "classes")) and names.default is names.empty:
+        facts["classes"] = list(data.classes)  # not in the config: there may be thousands
     with _of_bounded_size():  # of a teacher
         task: Task = build("task", config.task, facts=facts, fetch=fetch_weights)
     # What it lacks is as `Task` has it; it has to have one of the methods beside `modules`, which each nn.Module has
@@ -126,9 +131,10 @@ def build_modules(task: Task, model: nn.Module, loss: nn.Module) -> nn.Module:
     return together if given else model
 
 
-def modules_of(model: nn.Module, loss: nn.Module) -> dict[str, nn.Module]:
-    """The modules by name, as the methods of a task take them; `model` is what `build_modules` returned."""
-    return {**(model if isinstance(model, Modules) else {"model": model}), "loss": loss}
+def modules_of(model: nn.Module, loss: nn.Module | None = None) -> dict[str, nn.Module]:
+    """What `build_modules` returned by name, as the methods of a task take it; a model that is only used has no loss."""
+    named = dict(model) if isinstance(model, Modules) else {"model": model}
+    return named if loss is None else {**named, "loss": loss}
 
 
 def optimizers_of(task: Any, modules: Mapping[str, nn.Module]) -> Mapping[str, Any]:
@@ -153,7 +159,7 @@ def build_model(
     `image` gives an image as the model takes it, (1, C, H, W) on the CPU. Without `fetch_weights`, no trained weights are
     downloaded, for a model that gets its weights from a checkpoint.
     """
-    outputs, target = task.outputs(data.classes), str(config.model["_target_"])
+    outputs, target = _stated_outputs(task, data), str(config.model["_target_"])
     facts, background = _model_facts(outputs, data), outputs == (num_classes_of(task) or outputs) + 1
     head = extras_of("model", config.model).head
     # A head that is replaced may have been made for other classes.
@@ -171,7 +177,7 @@ def build_model(
             raise UserError("model._target_", f"{target} gives a {type(model).__name__}", "a torch.nn.Module")
         if head is not None:
             hidden = None if head == "none" else [] if isinstance(head, str) else head
-            replace_head(model, head_of(model, image(), "model.head"), hidden, facts["num_classes"])
+            replace_head(model, head_of(model, image(), "model.head"), hidden, task.outputs(data.classes))
     return model
 
 
@@ -268,6 +274,11 @@ def num_classes_of(task: Task) -> int | None:
     """The number of classes or labels; None for a task that has none."""
     count = getattr(task, "num_classes", None)
     return count if isinstance(count, int) else None
+
+
+def _stated_outputs(task: Task, data: KnownData) -> int:
+    """The outputs that a task asks for; 0 if it has only the default, which a model may not follow."""
+    return 0 if getattr(task.outputs, "__func__", None) is Task.outputs else task.outputs(data.classes)
 
 
 def _task_facts(data: KnownData) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def _owned(config: Train, task: Any, model: nn.Module, loss: nn.Module) -> dict[
     divided = optimizers_of(task, modules_of(model, loss))
     if not hasattr(task, "optimizer_steps") or sorted(divided) != sorted(names):
         problem = f"are {', '.join(names)}" if names != [""] else "is one"
-        allowed = f"optimizer.{', optimizer.'.join(divided)}" if divided else "optimizers(modules) and optimizer_steps"
+        words = (f"'+optimizer.{name}={{_target_: torch.optim.Adam, lr: 0.001}}'" for name in divided)
+        allowed = " ".join(("'~optimizer'", *words)) if divided else "optimizers(modules) and optimizer_steps"
         raise UserError("optimizer", f"{problem}, and those of the task are {', '.join(divided) or 'none'}", allowed)
     owned = {name: list(_parameters(divided[name])) for name in names}
     named = dict([*model.named_parameters(), *loss.named_parameters("loss")])

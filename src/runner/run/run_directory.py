@@ -109,7 +109,7 @@ class RunDirectory:
             return
         self.ending.callback(os.close, lock)
         # Temporary files of a killed process; the lock excludes that another one uses them.
-        for folder in (path, self.plots, self.checkpoints):
+        for folder in (path, self.plots, self.checkpoints, path / "samples"):
             for leftover in folder.glob(".*.tmp"):
                 with contextlib.suppress(OSError):
                     leftover.unlink()
@@ -209,8 +209,12 @@ class RunDirectory:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Store status and final metrics."""
+        write_json(self.path / "summary.json", self._masked(summary))
+
+    @staticmethod
+    def _masked(summary: dict[str, Any]) -> dict[str, Any]:
         error = summary.get("error")
-        write_json(self.path / "summary.json", summary | ({"error": mask_text(error)} if error else {}))
+        return summary | ({"error": mask_text(error)} if error else {})
 
     def note_startup(self) -> None:
         """Note how long it took from the start of the run to its first step, in seconds."""
@@ -279,6 +283,12 @@ class RunDirectory:
             self._to_debug = error
         if is_mistake and os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exception(error)
+
+    def record(self) -> dict[str, Any]:
+        """What `summary.json` says, and the directory, which is None where the run left none."""
+        path = self.path if self.is_open else self.finished
+        summary = read_summary(path) if path else None
+        return (summary or self._masked(self.summary)) | {"directory": str(path) if path else None}
 
     def complain(self, text: str) -> None:
         """Report an error on standard error, and in the log if there is one."""

@@ -16,14 +16,16 @@ from runner.config.schema.verbs import Profile
 from runner.distributed.sharding import is_sharded
 from runner.distributed.world import world
 from runner.engine.nonfinite import NonFiniteGuard
+from runner.engine.plan import Position
 from runner.engine.rank_step import RankStep, RankWindowStep
 from runner.engine.state import Optimizers, TrainState
 from runner.engine.step import AdaptiveClip, Step, Supervised, WindowStep, needs_window
 from runner.optim.kernels import plain_step
+from runner.run.interfaces import takes
 from runner.run.model import modules_of, optimizers_of
 from runner.run.run import Hardware
 from runner.runtime.toggles import Toggled
-from runner.tasks.task import STEPS, Task
+from runner.tasks.task import STEPS, Progress, Task
 
 _RESERVED = ("loss", "lr", "samples_per_s", "data_wait", "global_step", "epoch", "split")  # other columns of the log
 
@@ -31,10 +33,16 @@ _RESERVED = ("loss", "lr", "samples_per_s", "data_wait", "global_step", "epoch",
 class TaskSteps:
     """The steps that a task computes itself; where it defines only one of them, the other is that of `Supervised`."""
 
-    def __init__(self, task: Any, model: nn.Module, loss: nn.Module) -> None:
+    def __init__(self, task: Any, model: nn.Module, loss: nn.Module, progress: Callable[[], Progress]) -> None:
         self.modules, self._task, self.name = modules_of(model, loss), task, type(task).__name__
         self._supervised = Supervised(self.modules["model"], loss, task.targets)
         self.terms: dict[str, Tensor] = {}  # further scalars of the last batch
+        self._progress, self._told = progress, [name for name in STEPS if takes(task, name, "progress")]
+
+    def call(self, name: str, *given: Any) -> Any:
+        """Call a method of the task, and tell it how far training is if it takes that."""
+        told = {"progress": self._progress()} if name in self._told else {}
+        return getattr(self._task, name)(*given, **told)
 
     def __call__(self, data: Any) -> Tensor:
         """The mean loss of a batch, as the task computes it."""
@@ -43,13 +51,13 @@ class TaskSteps:
             return sum((loss for _, _, loss, _ in self.alternate([data])), torch.zeros(()))
         if not _has(self._task, "training_step"):
             return self._supervised(data)
-        loss, self.terms = _loss_and_terms(self._task.training_step(self.modules, data), "training_step")
+        loss, self.terms = _loss_and_terms(self.call("training_step", self.modules, data), "training_step")
         return loss
 
     def alternate(self, window: Sequence[Any]) -> Iterator[tuple[int, str, Tensor, dict[str, Tensor]]]:
         """Number of a batch of the window, name of an optimizer, its loss, and scalars to log: those of each batch in turn."""
         names = optimizers_of(self._task, self.modules)
-        running = [self._task.optimizer_steps(self.modules, data) for data in window]
+        running = [self.call("optimizer_steps", self.modules, data) for data in window]
         while True:
             first = ""
             for place, losses in enumerate(running):
@@ -130,15 +138,18 @@ def _has(task: Any, name: str) -> bool:
     return callable(getattr(task, name, None))
 
 
-def steps_of(task: Any, model: nn.Module, loss: nn.Module) -> Supervised | TaskSteps:
-    """How the loss and the outputs of a batch are computed; `model` is what `build_modules` returned."""
+def steps_of(task: Any, model: nn.Module, loss: nn.Module, total: int, at: Callable[[], Position] = Position) -> Any:
+    """How the loss and the outputs of a batch are computed, in a run of `total` optimizer steps, by default at its start.
+
+    `model` is what `build_modules` returned.
+    """
     if any(_has(task, name) for name in STEPS):
-        return TaskSteps(task, model, loss)
+        return TaskSteps(task, model, loss, lambda: Progress(at().global_step, total, at().epoch))
     return Supervised(model, loss, task.targets)
 
 
 def build_step(
-    config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled
+    config: Train, state: TrainState, task: Task, loss: nn.Module, *, hardware: Hardware, toggled: Toggled, total: int
 ) -> Step:
     """What trains on a batch: a step of its own where the optimizer needs whole windows, and where several ranks train.
 
@@ -147,13 +158,13 @@ def build_step(
     """
     # Model and loss together: a loss with weights is guarded as the model is
     grad_clip, trained, after_step = config.grad_clip, nn.ModuleList([state.model, state.loss]), None
-    steps = steps_of(task, state.model, loss)
+    steps = steps_of(task, state.model, loss, total, lambda: state.position)
     if isinstance(steps, TaskSteps):
         if config.compile == "step":
             raise UserError("compile", "is step, and the task computes its steps itself", "true: compiles the model")
         state.has_terms = True
         if _has(task, "after_step"):
-            after_step = functools.partial(task.after_step, steps.modules)  # type: ignore[attr-defined]
+            after_step = functools.partial(steps.call, "after_step", steps.modules)
     kind: Callable[..., Step] = Step
     if needs_window(state.optimizer):
         _check_window(config, state)

@@ -27,7 +27,7 @@ from runner.instrument.saved_tensors import bytes_for_backward
 from runner.run.finetune import explaining
 from runner.run.model import TAKES_BATCHES, indices_for, model_of, prepared
 from runner.run.run import Run
-from runner.run.step import TaskSteps, scalar, steps_of
+from runner.run.step import TaskSteps, scalar
 from runner.runtime.memory import Peak, peak_memory, readable, reset_peak_memory
 from runner.tasks.task import Task
 
@@ -47,23 +47,25 @@ _CGROUPS = (
 )
 
 
-def probe(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, evaluates: bool = True) -> list[str]:
+def probe(
+    steps: Any, task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, evaluates: bool = True
+) -> list[str]:
     """Evaluate a sample, and compute the gradients of two as in training.
 
     Weights, buffers, gradients, modes and random generators are left as they are. `evaluates` says whether the run evaluates
     at all. Returns the names of the scalars that an evaluation gives.
     """
     scalars = list[str]()
-    steps: Any = steps_of(task, model, loss)
     own = not data.pairs or isinstance(steps, TaskSteps)
     if not own:
         _evaluate(task, model, loss, data)
     elif evaluates:
         scalars = _evaluate_own(task, steps, model, loss, data)
+    samples = len(data.trial.indices) if own else min(2, data.train.loader.batch_size, data.train.samples)
     with _training(model, loss):
         # A loss is dropped before the next one is computed, as in training
-        losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data)
-        trained = [_backward(value, "task" if own else "model") for value in losses]
+        losses = _own_losses(task, steps, data) if own else _losses(task, model, loss, data, samples)
+        trained = [_backward(value, "task" if own else "model", samples) for value in losses]
         if trained and not any(trained):
             _refuse_without_gradient("task" if own else "loss", model)
     return scalars
@@ -82,7 +84,7 @@ def _evaluate(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         allowed = f"a tensor of shape (1, {outputs}), one output per class or number"
         raise UserError("model", f"gives {got} for one image", allowed)
-    with evaluating(model, loss), explaining("loss", ""):
+    with evaluating(model, loss), explaining("loss", _tried(1)):
         scalar("loss", "gives", loss(logits, task.targets(data.example[1])))
 
 
@@ -92,7 +94,7 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     batch, split = data.evaluated_batch(), data.val or data.test or data.train_for_eval
     if not data.pairs and (check := getattr(split.loader, "check", None)) is not None:
         check(batch.targets.cpu(), batch.indices.cpu())
-    with evaluating(model, loss), explaining("task", "cannot evaluate a batch: ", allowed):
+    with evaluating(model, loss), explaining("task", f"cannot evaluate a batch, {_tried(len(batch.indices))}", allowed):
         found = steps.evaluated(batch.data)
     wanted = {"loss": task.monitor == "val/loss", "outputs": bool(task.metric_names())}
     if lacks := [name for name, needed in wanted.items() if needed and name not in found]:
@@ -101,26 +103,30 @@ def _evaluate_own(task: Task, steps: Any, model: nn.Module, loss: nn.Module, dat
     return [name for name in found if name not in NO_MEANS]
 
 
+def _tried(samples: int) -> str:
+    """The start of a message: a number in an error of torch, such as 2, may be that of the samples."""
+    return f"in a trial with {samples} sample{'s' * (samples != 1)}: "
+
+
 def _own_losses(task: Task, steps: Any, data: DataModule) -> Iterator[Tensor]:
     """The losses that a task computes of two samples, one for each step of an optimizer."""
-    batch = data.trial.data
-    with explaining("task", "cannot train on a batch: "):
+    batch = data.trial
+    with explaining("task", f"cannot train on a batch, {_tried(len(batch.indices))}"):
         if hasattr(task, "optimizer_steps"):
-            yield from (value for _, _, value, _ in steps.alternate([batch]))
+            yield from (value for _, _, value, _ in steps.alternate([batch.data]))
         else:
-            yield steps(batch)
+            yield steps(batch.data)
 
 
-def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> Iterator[Tensor]:
+def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, copies: int) -> Iterator[Tensor]:
     """The loss of two samples as in training, or of one if batches have one."""
-    copies = min(2, data.train.loader.batch_size, data.train.samples)
     images, targets = (each.expand(copies, *each.shape[1:]) for each in data.example)
-    indices, fits = indices_for(images), explaining("loss", "")
+    indices, fits = indices_for(images), explaining("loss", _tried(copies))
     with explaining("transform.train", f"cannot take images of {tuple(images.shape)}: ", TAKES_BATCHES):
         images = data.train.prepare(images, indices, 0)
     if data.train.mix is not None:
-        fits = explaining("transform.mix", "gives targets that task and loss cannot take: ", _MIXABLE)
-        with explaining("transform.mix", "cannot take a batch: ", "transform.mix=null"):
+        fits = explaining("transform.mix", f"gives targets that task and loss cannot take, {_tried(copies)}", _MIXABLE)
+        with explaining("transform.mix", f"cannot take a batch, {_tried(copies)}", "transform.mix=null"):
             images, targets = data.train.mix(images, targets, indices, 0)
     try:
         logits = model(images)
@@ -137,9 +143,10 @@ def _losses(task: Task, model: nn.Module, loss: nn.Module, data: DataModule) -> 
     yield value
 
 
-def _backward(value: Tensor, key: str) -> bool:
+def _backward(value: Tensor, key: str, samples: int) -> bool:
     """Compute the gradients of a loss, which `key` may be to blame for; whether it has any."""
-    with explaining(key, "its gradients cannot be computed: ", "" if torch.is_anomaly_enabled() else _ANOMALY):
+    problem = f"its gradients cannot be computed, {_tried(samples)}"
+    with explaining(key, problem, "" if torch.is_anomaly_enabled() else _ANOMALY):
         if value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
     return value.requires_grad
@@ -177,14 +184,14 @@ def unsaved_attributes(task: Task, changed: list[str]) -> list[str]:
     return [f"{which}: keep them in buffers of a module, or define state_dict and load_state_dict"]
 
 
-def forward_copies(task: Task, model: nn.Module, loss: nn.Module, data: DataModule, samples: int) -> Any:
+def forward_copies(steps: Any, model: nn.Module, data: DataModule, samples: int) -> Any:
     """Send copies of the first training samples through the model as training does; what is returned holds the graph."""
     batch = data.example_batch(samples)
-    return model_of(model)(batch.images) if data.pairs else steps_of(task, model, loss)(batch.data)
+    return model_of(model)(batch.images) if data.pairs else steps(batch.data)
 
 
 def try_single_sample(
-    task: Task, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
+    steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
 ) -> None:
     """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
     # The last batch is the smallest, so it decides
@@ -195,7 +202,7 @@ def try_single_sample(
     allowed = "data.drop_last=true, or another data.batch_size" + ", or sync_batchnorm=true" * (ranks > 1)
     failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
     with failed, _training(model, loss), freezing.as_at(None):  # training everything asks for the most
-        steps_of(task, model, loss)(data.example_batch(1).data)
+        steps(data.example_batch(1).data)
 
 
 def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:

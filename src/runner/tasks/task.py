@@ -7,6 +7,7 @@ of the methods of `Task` is as `Task` has it. Select a custom one with `task._ta
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,15 @@ from runner.engine.metrics import Additive
 from runner.engine.protocols import Metric
 
 _SHOWN = 8  # numbers of a target in a message
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far training is, as plain numbers, which are the same on all ranks and in a resumed run."""
+
+    step: int  # completed optimizer steps, so the number of the current one, from 0
+    total_steps: int  # optimizer steps of the whole run
+    epoch: int  # completed epochs
 
 
 class Task:
@@ -28,14 +38,20 @@ class Task:
     over, such as the number of valid pixels; without it, it is over the samples. An optional `after_step(modules)` is called
     at the end of each step, without gradients, for example to move a teacher towards the student. `modules` are the modules
     by name: `model`, `loss`, and what an optional method `modules(model, loss)` adds; `batch` is what `data.collate`, or an
-    optional static method `collate(samples)` of the task, has made of samples.
+    optional static method `collate(samples)` of the task, has made of samples. Methods that `STEPS` lists with `[progress]` get
+    a `Progress` if they have an argument of this name.
 
     An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
     and of what `predict_step` gave for it, without the axis of the batch.
 
+    An optional `sample(modules)` or `sample(modules, count)` generates, after each evaluation of the validation split and for
+    `predict samples=64`, a dict by name of pictures, uint8 (3 or 1, H, W) or several, (N, 3 or 1, H, W), texts, and numbers.
+
     An optional `export_inputs(batch)` gives the inputs of the model, tensors (B, ...): one, a tuple, or a dict by the names of its
     arguments.
+
+    A constructor argument `num_classes` is filled with the number of classes, and `classes` without a default with their names.
 
     Attributes that change while training are saved and restored by optional methods `state_dict()` and `load_state_dict(state)`.
 
@@ -49,8 +65,8 @@ class Task:
     mode: Literal["min", "max"] = "min"
 
     def outputs(self, classes: Sequence[str]) -> int:
-        """Number of outputs of a model; 0 if the task does not say it."""
-        return 0
+        """Number of outputs of a model: that of the classes, of which `classes` are the names; 0 if it is not known."""
+        return len(classes)
 
     def targets(self, targets: Any) -> Any:
         """Convert targets of the data set to those of the loss and the metrics."""
@@ -74,22 +90,23 @@ class Task:
 
 
 STEPS = {
-    "training_step": ("modules", "batch"),
-    "optimizer_steps": ("modules", "batch"),
+    "training_step": ("modules", "batch", "[progress]"),
+    "optimizer_steps": ("modules", "batch", "[progress]"),
     "optimizers": ("modules",),
     "evaluation_step": ("modules", "batch"),
-    "after_step": ("modules",),
+    "after_step": ("modules", "[progress]"),
     "weight": ("batch",),
     "modules": ("model", "loss"),
 }
-"""Methods that a task may have to compute its steps, and what they are called with."""
+"""Methods that a task may have to compute its steps, and what they are called with, see `runner.run.interfaces.Calls`."""
 
 SHOWS = {
     "predict_step": ("modules", "batch"),
     "draw": ("sample", "outputs"),
+    "sample": ("modules", "[count]"),
     "export_inputs": ("batch",),
 }
-"""Those that it may have to show what the model makes of samples."""
+"""Those that it may have to show what the model makes of samples; `count` only if `sample` takes it."""
 
 
 class Derived(Additive):

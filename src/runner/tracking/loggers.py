@@ -331,6 +331,10 @@ class TensorBoard(Background):
                 }
                 values = {name: float(value) if known[name] else math.nan for name, value in record.items()}
                 super().log(split, values, resume_step or 0, epoch)
+                if split == "val":
+                    files = [each for each in directory.glob(f"samples/*_{resume_step:08}.*") if not each.is_symlink()]
+                    shown = {each.stem.rpartition("_")[0]: each for each in files}
+                    super().log("sample", shown, resume_step or 0, epoch)
 
     def log(self, split: str, metrics: dict[str, Any], global_step: int, epoch: int) -> None:
         """See `Logger.log`."""
@@ -373,12 +377,21 @@ class TensorBoard(Background):
 
     def send(self, rows: list[Row]) -> None:
         """Write rows to the file."""
+        import numpy as np
+        from PIL import Image
+
         for row in rows:
             for name, value in row.metrics.items():
+                tag, place = f"{row.split}/{name}", (row.global_step, row.time)
                 if row.split == "prediction":
-                    self._writer.add_image(f"prediction/{name}", value, row.global_step, row.time)
-                else:
-                    self._writer.add_scalar(f"{name}/{row.split}", value, row.global_step, row.time)
+                    self._writer.add_image(tag, value, *place)
+                elif row.split != "sample":
+                    self._writer.add_scalar(f"{name}/{row.split}", value, *place)
+                elif value.suffix == ".png":
+                    with Image.open(value) as image:
+                        self._writer.add_image(tag, np.asarray(image), *place, dataformats="HWC")
+                else:  # an indented text is shown as it is, and not as Markdown
+                    self._writer.add_text(tag, textwrap.indent(value.read_bytes().decode(), "    "), *place)
         self._writer.flush()
 
     def end(self) -> None:

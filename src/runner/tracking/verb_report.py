@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from runner.base.files import finite
+from runner.base.reading import is_true
 from runner.tracking.console import Console
 
 
 class Report(Console):
     """The console of a verb; if it is `as_json`, standard output is one JSON object, and all else goes to standard error."""
 
-    def __init__(self, as_json: bool) -> None:
-        as_json = str(as_json).lower() == "true"  # quotes on the command line make a text of it
-        super().__init__(None, progress=False, stream=sys.stderr if as_json else None)
-        self.as_json = as_json
+    def __init__(self, as_json: object) -> None:
+        self.as_json = is_true(as_json)
+        super().__init__(None, progress=False, stream=sys.stderr if self.as_json else None)
 
     def warnings(self, *groups: Iterable[str]) -> None:
         """Show texts as warnings, each once."""
@@ -45,6 +47,30 @@ class Report(Console):
         """Print where the results are: the last line, unless there is JSON."""
         if not self.as_json:
             print(path, flush=True)
+
+
+@contextlib.contextmanager
+def ending_in_json(as_json: object) -> Iterator[dict[str, Any]]:
+    """Send what this and its child processes print to standard error, and end with what the caller adds to the dict as JSON.
+
+    Unless `as_json`, everything is printed as usual, and no JSON.
+    """
+    record: dict[str, Any] = {}
+    if not is_true(as_json):
+        yield record
+        return
+    sys.stdout.flush()
+    output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # which may be other streams than those of the process
+            yield record
+    finally:
+        sys.stdout.flush()  # of those who kept the stream
+        os.dup2(output, 1)
+        os.close(output)
+        if record:  # it is empty after a mistake
+            print(json.dumps(finite(record), allow_nan=False), flush=True)
 
 
 def mib(count: float, digits: int = 2) -> str:

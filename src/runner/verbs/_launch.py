@@ -122,8 +122,12 @@ def run_job(name: str, composition: Composition) -> None:
         gc.freeze()  # no collection during a run looks at what was imported
     gc.enable()
     if verb.keeps_runs:
-        directory, _ = run(composition)
-        directory.finish()
+        from runner.tracking.verb_report import ending_in_json
+
+        with ending_in_json(not composition.supervised and composition.values["json"]) as record:
+            directory, _ = run(composition)
+            record |= directory.record()
+            directory.finish()
         return
     from runner.runtime.determinism import operations_named
     from runner.verbs._ranks import on_ranks

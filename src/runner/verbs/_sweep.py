@@ -10,6 +10,7 @@ from typing import Any
 from hydra.utils import get_class
 
 from runner.base.errors import PREEMPTED, ConfigError, Problem, UserError
+from runner.base.reading import read_json
 from runner.config.app import REPLACED
 from runner.config.composition import Composition
 from runner.config.keys import walk, within
@@ -22,6 +23,7 @@ from runner.sweeps.rows import rows_in
 from runner.sweeps.run import Jobs, Sweep, opened_folder
 from runner.sweeps.table import print_best, print_table, summarise
 from runner.tracking.console import Console
+from runner.tracking.verb_report import ending_in_json
 from runner.verbs._table import Verb, print_error
 
 _PRELOADED = "runner.verbs._preloaded"
@@ -34,6 +36,11 @@ def run_sweep(verb: Verb, command: Composition, run_job: Callable[[str, Composit
 
     Raises `ConfigError` with every problem before the first job, `UserError` for what makes a sweep impossible.
     """
+    with ending_in_json(command.values["json"]) as record:
+        return _run(verb, command, run_job, record)
+
+
+def _run(verb: Verb, command: Composition, run_job: Callable[[str, Composition], None], record: dict[str, Any]) -> int:
     _check(command)
     values, launcher = command.values, functools.cache(lambda: _launcher(command))
 
@@ -49,8 +56,9 @@ def run_sweep(verb: Verb, command: Composition, run_job: Callable[[str, Composit
 
         search = Search(command, launcher, validate)
     plan: Plan = search.plan if search else plan_of(command, validate)
+    place = Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"])
     console = Console(None)
-    with opened_folder(Path(str(values["output_root"])) / verb.sweeps.format(name=values["name"]), plan) as folder:
+    with opened_folder(place, plan) as folder:
         sweep = Sweep(folder, plan, functools.partial(run_job, verb.name), console)
         # Whatever ends the jobs early, the table of those that ended is written and shown
         sweep.begin()
@@ -76,6 +84,7 @@ def run_sweep(verb: Verb, command: Composition, run_job: Callable[[str, Composit
         if status == PREEMPTED:
             print("stopped: the same command continues it")
         print(folder)
+        record |= (read_json(folder / "sweep.json") or {}) | {"directory": str(folder)}
         return max(status, int(failed))
 
 

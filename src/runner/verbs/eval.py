@@ -90,13 +90,14 @@ def evaluation(resolved: ResolvedCheckpoint[Eval], report: Report) -> dict[str, 
         place(model, loss, device, config.channels_last, precision.weights)
         # A model that does not fit the data is a sentence before the first batch.
         attributes = SavedAttributes(task)
-        probe(task, model, loss, splits)
+        steps = steps_of(task, model, loss, max(1, resolved.record()["global_step"]))
+        probe(steps, task, model, loss, splits)
         attributes.restore()
         resolved.load_weights(model, task, loss)
         limit = config.limit.eval_batches
         measure = functools.partial(evaluate, loss=loss, autocast=precision.autocast, limit=limit)
         # Tables such as the confusion matrix are metrics that are not single numbers
-        metrics, tables, steps = build_metrics(config, task, device), task.tables(device), steps_of(task, model, loss)
+        metrics, tables = build_metrics(config, task, device), task.tables(device)
         batches = math.ceil(split.samples / split.loader.batch_size / world().size)
         with report.counting("eval", batches if limit is None else min(batches, limit)) as begin:
             # Asked before each batch; nothing interrupts an evaluation.

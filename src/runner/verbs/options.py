@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
-from runner.base.files import write_atomically, writing
+from runner.base.files import make_folder, write_atomically, writing
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS, sources_and_words, split_words
 
@@ -55,14 +57,31 @@ def copy(argv: Sequence[str]) -> int:
     text = text_of(option.path).replace(f"{group}={name}", f"{group}={new}")
     with writing(path, "copy", "another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, text.encode())
+    has_schema = group in sources.groups()
+    write_atomically(path, (with_modeline(group, text) if has_schema else text).encode())
+    if has_schema:
+        print(f"for completion in editors: python -m runner show --schema {words[1]}")
     print(f"change {path}, then: python -m runner train --config-dir {words[1]} {group}={new}")
     print(path)
     return 0
 
 
+def with_modeline(group: str, text: str) -> str:
+    """The text of an option's file with a line that names its schema for editors, which `show --schema FOLDER` writes."""
+    line = f"# yaml-language-server: $schema={'../' * (group.count('/') + 1)}.schema/{group}.json\n"
+    # Hydra looks for its package in the lines above any other comment
+    first, _, rest = text.partition("\n")
+    return f"{first}\n{line}{rest}" if first.startswith("# @") else line + text
+
+
 def show(argv: Sequence[str]) -> int:
-    """Print the files of options (`group=option` or `group/option`), the lines of a key (`optimizer.lr`), or all top-level keys."""
+    """Print the files of options (`group=option` or `group/option`), the lines of a key (`optimizer.lr`), or all top-level keys.
+
+    With `--schema`, print the JSON schema of a primary config (`train` if none is named) or of the files of a group (`model`), or
+    write those of all groups into a folder of options, where the files that `copy` and `new` write look for them.
+    """
+    if "--schema" in argv:
+        return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
     for word in words or ["train"]:
         if files := _files(word, sources):
@@ -71,6 +90,32 @@ def show(argv: Sequence[str]) -> int:
                 print(text_of(path).rstrip(), end="\n\n")
         else:
             print("\n".join(_explained(word, sources)), end="\n\n")
+    return 0
+
+
+def _show_schemas(argv: Sequence[str]) -> int:
+    sources, words = sources_and_words("show", argv)
+    name, *others = words or ["train"]
+    if others:
+        raise UserError("show", f"--schema is for one config, group or folder, and not for {' '.join(words)}", name)
+    folder = Path(name) if name not in sources.groups() and Path(name).is_dir() else None
+    if folder is not None:
+        sources = Sources([*sources.extra, folder])
+    elif not (name in VERBS and VERBS[name].takes_config):
+        _options("show", name, sources)
+    from runner.verbs._schema import json_schemas  # imports torch
+
+    comments = {(each.option, each.key): each.comment for each in _commented(sources)}
+    with contextlib.redirect_stdout(sys.stderr):  # what modules of a user's own print
+        schemas = json_schemas([name] if folder is None else sources.groups(), sources, comments)
+    if folder is None:
+        print(json.dumps(schemas[name], indent=1))
+        return 0
+    for group, schema in schemas.items():
+        path = folder / ".schema" / f"{group}.json"
+        make_folder(path.parent)
+        write_atomically(path, json.dumps(schema).encode())
+        print(path)
     return 0
 
 

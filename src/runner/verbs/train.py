@@ -22,6 +22,7 @@ from runner.run.run_directory import Job, RunDirectory
 from runner.run.setup import decide, why_occupied
 from runner.runtime.determinism import operations_named
 from runner.runtime.signals import StopSignals
+from runner.tracking.verb_report import ending_in_json
 from runner.train import build_run, train
 from runner.verbs._ranks import lead
 
@@ -97,6 +98,7 @@ def as_rank(job: Job, store: Any = None) -> float | None:
     """Train as one of several ranks, from what rank 0 or the launcher decided."""
     signals, config, found = StopSignals(patient=True), job.config, checkpoint_of_rank(job)
     with contextlib.ExitStack() as ending:
+        ending.enter_context(ending_in_json(config.json))  # of which rank 0 knows the record
         world = ending.enter_context(joined(config.dist.timeout_s, device_of_rank(config), store))
         ending.enter_context(signals)  # before, there is nothing to save, and a signal ends the process
         scratch = ending.enter_context(tempfile.TemporaryDirectory())

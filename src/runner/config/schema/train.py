@@ -142,6 +142,7 @@ class Train(Section):
     accumulate: Count = 1
     detect_anomaly: bool = False
     post_mortem: bool = False
+    json: bool = False
     on_nonfinite: Literal["raise", "skip"] = "raise"
     ema: Annotated[float, Gt(0), Lt(1)] | None = None
     swa: Annotated[float, Gt(0)] | None = None

@@ -22,7 +22,6 @@ class Audit(Train):
     vary: dict[str, Any] = field(default_factory=dict)
     a: str | None = None
     b: str | None = None
-    json: bool = False
 
 
 Toggle = Literal[
@@ -50,7 +49,6 @@ class Bench(Train):
     steps: Count = 10
     repeats: Annotated[int, Ge(2)] = 5
     budget_s: Annotated[float, Gt(0)] = 300.0
-    json: bool = False
 
 
 class Check(Train):
@@ -60,7 +58,6 @@ class Check(Train):
     skip: list[str] = field(default_factory=list)
     strict: bool = False
     samples: Annotated[int, Ge(16)] = 1024
-    json: bool = False
 
 
 class Eval(Train):
@@ -71,7 +68,6 @@ class Eval(Train):
     tta: View | list[View] | None = None
     tta_mean: TtaMean = "logits"
     output: str | None = None
-    json: bool = False
 
 
 Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
@@ -86,7 +82,6 @@ class Export(Train):
     batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])
     tolerance: Annotated[float, Gt(0)] = 1e-5
     output: str | None = None
-    json: bool = False
 
 
 class FindLr(Train):
@@ -96,7 +91,6 @@ class FindLr(Train):
     start: Annotated[float, Gt(0)] = 1e-5
     end: Annotated[float, Gt(0)] = 10.0
     output: str | None = None
-    json: bool = False
 
 
 class Pack(Train):
@@ -107,7 +101,6 @@ class Pack(Train):
     max_side: Count | None = None
     quality: Annotated[int, Ge(1), Le(95)] = 95
     workers: Count | None = None
-    json: bool = False
 
 
 Part = Literal["layers", "activations", "gradients", "inputs", "features", "errors"]
@@ -126,13 +119,13 @@ class Inspect(Train):
     weights: Weights = "auto"
     samples: Annotated[int, Ge(1), Le(100)] = 16
     output: str | None = None
-    json: bool = False
 
 
 class Predict(Train):
     """Keys of `predict`: the images, what is said of each, and where it is written."""
 
     input: str | list[str] | None = None
+    samples: Count | None = None
     weights: Weights = "auto"
     output: str | None = None
     top_k: Count = 1
@@ -143,7 +136,6 @@ class Predict(Train):
     tta: View | list[View] | None = None
     tta_mean: TtaMean = "logits"
     strict: bool = False
-    json: bool = False
 
 
 class Profile(Train):
@@ -154,7 +146,6 @@ class Profile(Train):
     trace_steps: NonNegative = 3
     budget_s: Annotated[float, Gt(0)] = 45.0
     output: str | None = None
-    json: bool = False
 
 
 VERBS: dict[str, type[Train]] = {

@@ -247,16 +247,18 @@ class Pipeline:
         )
 
     def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
-        """Transform and normalise images (B, C, H, W), uint8 with values 0 to 255 or float with values 0 to 1, to `dtype`.
+        """Transform and normalise images (B, C, H, W) or frames (B, T, C, H, W), of bytes or floats from 0 to 1, to `dtype`.
 
         `indices` identify the samples in their data set, int64 of shape (B,), on the device of `images`. Raises `UserError` if
         the statistics do not fit the channels.
         """
         for stream, transform in enumerate(self.transforms):
             images = transform(images, SampleRNG(self.seed, epoch, indices, stream))
-        if self._channels not in (1, images.shape[1]):
-            problem = f"has {self._channels} values, but the images have {images.shape[1]} channels"
+        if self._channels not in (1, images.shape[-3]):
+            problem = f"has {self._channels} values, but the images have {images.shape[-3]} channels"
             raise UserError("data.normalize", problem, "one value per channel, or null to measure them")
+        if images.ndim > 4:
+            return torch.unflatten(self._normalised(images.flatten(0, -4)), 0, images.shape[:-3])
         return self._normalised(images)
 
     def _normalised(self, images: Tensor) -> Tensor:

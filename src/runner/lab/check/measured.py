@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,13 +18,14 @@ from torch import Tensor, nn
 from runner.engine.evaluation import evaluate
 from runner.engine.loop import Loop
 from runner.engine.plan import Limits
+from runner.instrument.nested import tensors_in
 from runner.instrument.observer import Observer
 from runner.lab.check.context import BATCH_NORM, CheckContext, shared
 from runner.lab.check.result import LIMITS
 from runner.run.evaluation import evaluate_both
 from runner.run.metrics import build_callbacks, fresh_metrics
 
-_DEPTH = 4  # of nested containers that are searched for tensors
+_DEPTH = 5  # of nested containers and objects that are searched for tensors
 _NORMS = (BATCH_NORM, nn.modules.instancenorm._InstanceNorm)
 
 
@@ -32,7 +35,7 @@ class Signals:
 
     last_layer: str = ""  # the last module with a weight of two dimensions that ran
     biased: list[str] = field(default_factory=list)  # modules with a bias, each with the norm that takes its outputs
-    norm_calls: Counter[str] = field(default_factory=Counter)  # of BatchNorm that updates running statistics
+    norm_calls: Counter[str] = field(default_factory=Counter)  # of BatchNorm that updates statistics, see `calls` below
     missing: list[str] = field(default_factory=list)  # trainable parameters without a gradient
     gradients: list[tuple[str, float]] = field(default_factory=list)  # root mean square, of weights with two dimensions
     equal: list[str] = field(default_factory=list)  # weights whose units are equal and get equal gradients
@@ -45,19 +48,26 @@ def measure_signals(context: CheckContext) -> Signals:
     """Send a batch through model, loss and back; or through the step of a task."""
     found, model = Signals(), context.model
     last: tuple[str, Any, int] = ("", None, 0)  # a module without submodules, its output, and the version of that
+    # A step may call a network for each view, or for real and generated samples, so that each of its calls counts alone
+    running, calls = list[str](), Counter[str]()
 
     def before(name: str, module: nn.Module, inputs: list[Any]) -> None:
         source, output, version = last
+        if not running:
+            calls.clear()
+        running.append(name)
         # Between them nothing may have changed the output in place, such as a ReLU.
         if isinstance(module, _NORMS) and inputs and inputs[0] is output and inputs[0]._version == version:
             bias = getattr(model.get_submodule(source), "bias", None)
             if isinstance(bias, nn.Parameter) and bias.requires_grad:
                 found.biased.append(f"{source} before {name} ({type(module).__name__})")
         if isinstance(module, BATCH_NORM) and module.training and module.track_running_stats:
-            found.norm_calls[name] += 1
+            calls[name] += 1
+            found.norm_calls |= calls
 
     def after(name: str, module: nn.Module, inputs: list[Any], output: Any) -> None:
         nonlocal last
+        running.pop()
         if isinstance(output, Tensor) and next(module.children(), None) is None:
             last, weight = (name, output, output._version), getattr(module, "weight", None)
             if isinstance(weight, nn.Parameter) and weight.ndim >= 2:
@@ -93,7 +103,23 @@ def measure_signals(context: CheckContext) -> Signals:
 
 def _loose_tensors(context: CheckContext, root: Tensor, known: set[int]) -> list[str]:
     """Tensors that the loss depends on, that require gradients, and that are not among the known ones."""
-    model, loss = context.model, context.training.loss
+    found, batch = [each for each in _leaves(root) if id(each[0]) not in known], context.batch.data
+    if not found:
+        return []
+    # What a gradient penalty differentiates by is the batch, or made in each step: only what stays can be trained
+    stays = {storage for _, storage in _leaves(context.training.steps(batch))}
+    stays -= {each.untyped_storage().data_ptr() for each in tensors_in(batch)}
+    modules = [*context.model.named_modules(), *context.training.loss.named_modules(prefix="loss")]
+    names: dict[int, str] = {}
+    for place, owner in [("task", context.training.task), *modules]:
+        for name, tensor in _nested_tensors(owner, place):
+            names.setdefault(id(tensor), name.lstrip("."))
+    kept = [each for each, storage in found if isinstance(each, nn.Parameter) or storage in stays]
+    return sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in kept)
+
+
+def _leaves(root: Tensor) -> list[tuple[Tensor, int]]:
+    """Tensors that require gradients and that a result depends on, each with its storage."""
     nodes: list[Any] = [root.grad_fn]
     seen: set[Any] = {None}
     found: list[Tensor] = []
@@ -101,31 +127,24 @@ def _loose_tensors(context: CheckContext, root: Tensor, known: set[int]) -> list
         node = nodes.pop()
         if node not in seen:
             seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") and id(node.variable) not in known else []
+            found += [node.variable] if hasattr(node, "variable") else []
             nodes += [each for each, _ in node.next_functions]
-    names: dict[int, str] = {}
-    modules = [*model.named_modules(), *(loss.named_modules(prefix="loss") if isinstance(loss, nn.Module) else ())]
-    for place, module in modules if found else ():
-        for key, value in vars(module).items():
-            if key not in ("_parameters", "_buffers", "_modules"):
-                for name, tensor in _nested_tensors(value, f"{place}.{key}".lstrip(".")):
-                    names.setdefault(id(tensor), name)
-    return sorted(names.get(id(each), f"made in forward, {tuple(each.shape)}") for each in found)
+    return [(each, each.untyped_storage().data_ptr()) for each in found]
 
 
 def _nested_tensors(value: Any, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in containers, objects and modules in them, by the Python expression that reaches them."""
+    """Tensors in containers, objects and modules, by the Python expression that reaches them."""
     items: dict[str, Any] = {}
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, nn.Module):
-        items = {f".{key}": each for key, each in value.named_parameters()}
     elif isinstance(value, dict):
         items = {f"[{key!r}]": each for key, each in value.items()}
     elif isinstance(value, list | tuple | set):
         items = {f"[{place}]": each for place, each in enumerate(value)}
     elif not isinstance(value, type | ModuleType):
-        items = {f".{key}": each for key, each in getattr(value, "__dict__", {}).items()}
+        own = value.named_parameters() if isinstance(value, nn.Module) else ()
+        items = {f".{key}": each for key, each in [*own, *getattr(value, "__dict__", {}).items()]}
+        items = {key: each for key, each in items.items() if key not in ("._parameters", "._buffers", "._modules")}
     for key, each in items.items() if depth else ():
         yield from _nested_tensors(each, f"{name}{key}", depth - 1)
 
@@ -149,7 +168,6 @@ class Step:
 def measure_step(context: CheckContext) -> Step:
     """Run one step in the loop of the run with its callbacks and an evaluation, and look at what the next one begins with."""
     training, state, plan = context.training, context.training.state, context.training.plan
-    modules = [(name or "the model", module) for name, module in context.model.named_modules()]
     weights = {name: each for name, each in state.named_parameters() if each.requires_grad and each.ndim >= 2}
     kept: dict[str, Any] = {"stale": [], "stuck": set()}
 
@@ -157,7 +175,7 @@ def measure_step(context: CheckContext) -> Step:
         return {name: each.detach().clone() for name, each in weights.items()}
 
     def in_evaluation() -> set[str]:
-        return {name for name, module in modules if not module.training}
+        return {name or "the model" for name, module in context.model.named_modules() if not module.training}
 
     def accumulate(batch: Any, weight: float, samples: int) -> None:
         if "stepped" in kept:  # the next step begins: nothing more is trained
@@ -193,15 +211,17 @@ def measure_step(context: CheckContext) -> Step:
         values = evaluate(training.model, held_out.loader, context.evaluated, **how)
         return {f"val/{name}": value for name, value in values.items()}
 
-    Loop(
-        step,
-        training.data.train.loader,
-        dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
-        limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
-        evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
-        callbacks=[*own.values()],
-        monitor=training.monitor,
-    ).run()
+    with tempfile.TemporaryDirectory() as scratch:  # for callbacks that write
+        Loop(
+            step,
+            training.data.train.loader,
+            dataclasses.replace(plan, limit=min(plan.batches, 2 * plan.accumulate)),
+            limits=Limits(epochs=None, max_steps=2, evaluate_every_epochs=None, evaluate_every_steps=1),
+            evaluate=(lambda: evaluate_both(training, evaluate_once)) if context.evaluates else None,
+            callbacks=[*own.values()],
+            monitor=training.monitor,
+            directory=Path(scratch),
+        ).run()
     # A callback may end the run after the first step
     start, stepped, after = kept["start"], kept["stepped"], kept.get("next") or copied()
     moved, downhill = _movements(start, stepped, gradients)
@@ -258,7 +278,6 @@ def _nonzero_gradients(model: nn.Module) -> list[str]:
     return [name for name, gradient in gradients if gradient is not None and bool(gradient.count_nonzero())]
 
 
-@shared
 def hooked_gradients(context: CheckContext) -> list[str]:
     """Parameters to whose gradients a hook adds: those of a loss times zero are not zero."""
     context.disable_dropout()

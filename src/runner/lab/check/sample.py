@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import PIL.Image
@@ -122,13 +123,12 @@ def measure_split(
     # All classes should be in the sample, also the rare ones
     order = stratified_order(known if known is not None and is_classes(known) else None, len(indices), config.seed)
     found = SplitStats(name, dataset, len(indices))
-    seeded = SeededDataset(dataset, 0, transforms, pairs=pairs)
+    # Drawn samples, such as noise, should not equal those of another split
+    seeded = SeededDataset(dataset, sum(name.encode()), transforms, pairs=pairs)
     if pairs and isinstance(dataset, ImageArrays) and not transforms:
         # Images in memory are measured in large pieces, files one after the other
         whole = indices[order[: max(most, LIMITS.whole_bytes // dataset.images[0].numel())]]
-        _measure_pairs(
-            found, ((rows, dataset.images[rows], dataset.targets[rows]) for rows in torch.split(whole, _CHUNK))
-        )
+        _measure_pairs(found, ((rows, dataset.images[rows], dataset.targets[rows]) for rows in whole.split(_CHUNK)))
         return found
     samples = _readable(seeded, indices[order[:most]].tolist(), found.unreadable, pairs)
     if pairs:
@@ -179,7 +179,7 @@ def _measure_pairs(found: SplitStats, source: Iterable[tuple[Tensor, Tensor, Ten
 
 def _measure_whole(found: SplitStats, samples: Iterable[tuple[int, Any]]) -> None:
     """Add samples of any kind."""
-    read, low = list[int](), list[float]()
+    read, low, high = list[int](), list[float](), list[float]()
     for index, sample in samples:
         leaves = leaves_of(sample)
         found.shapes[()] += 1
@@ -188,9 +188,12 @@ def _measure_whole(found: SplitStats, samples: Iterable[tuple[int, Any]]) -> Non
         found.digests.append(digest_of([leaf for leaf in leaves if is_image(leaf)] or leaves))
         numbers = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         low.append(0.0 if all(bool(number.isfinite().all()) for number in numbers) else math.nan)
+        # A single number, such as a seed, may occur several times, as a constant image may
+        single = [each for each in leaves if isinstance(each, Number) or getattr(each, "shape", None) == ()]
+        high.append(low[-1] if len(leaves) == len(single) == 1 else 1.0)
         if about := _annotated(index, sample):
             found.annotated.append(about)
-    found.indices, found.low, found.high = torch.tensor(read).long(), torch.tensor(low), torch.ones(len(read))
+    found.indices, found.low, found.high = torch.tensor(read).long(), torch.tensor(low), torch.tensor(high)
     found.means = found.stds = torch.zeros(len(read), 1)
 
 

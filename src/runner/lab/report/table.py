@@ -19,7 +19,7 @@ from runner.sweeps.rows import WITHOUT_RESULT
 from runner.sweeps.table import REPEATS, mean_and_deviation
 from runner.tracking.formats import duration, number, plus_minus
 
-_NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "hydra", *OF_THE_SWEEP)
+_NEVER = ("ckpt_path", "resume", "output_root", "log", "logger", "notes", "dry_run", "json", "hydra", *OF_THE_SWEEP)
 
 
 @dataclass(frozen=True)

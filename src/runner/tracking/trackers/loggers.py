@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import math
 import os
 import re
@@ -141,16 +142,21 @@ class MLflow(Tracker):
             client.log_batch(self._id, params=params[part], tags=changed[part])
 
     def deliver(self, rows: list[Row]) -> None:
-        """Send rows."""
+        """Send rows; samples as files of the run."""
         from mlflow.entities import Metric
 
         metrics = [
             Metric(_allowed(key), value, round(1000 * row.time), row.global_step)
             for row in rows
+            if row.split != "sample"
             for key, value in _values(row).items()
         ]
         for start in range(0, len(metrics), _MOST_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_METRICS])
+        # Files come last, as they may have another server, whose failure costs no metrics
+        for row in rows:
+            for path in row.metrics.values() if row.split == "sample" and self.artifacts else ():
+                self._client.log_artifact(self._id, str(path), "samples")
 
     def end(self) -> None:
         """Upload files, and set the status."""
@@ -202,10 +208,18 @@ class WandB(Tracker):
         self._run.define_metric("*", step_metric="global_step")
 
     def deliver(self, rows: list[Row]) -> None:
-        """Send rows."""
+        """Send rows; pictures as images, and texts as HTML."""
+        import wandb
+
+        def shown(path: Path) -> Any:
+            if path.suffix == ".png":
+                return wandb.Image(str(path))
+            return wandb.Html(f"<pre>{html.escape(path.read_bytes().decode())}</pre>")
+
         for row in rows:
             fixed = {"global_step": row.global_step, "epoch": row.epoch, "_timestamp": row.time}
-            self._run.log(fixed | _values(row), commit=True)
+            samples = {f"sample/{name}": shown(path) for name, path in row.metrics.items() if row.split == "sample"}
+            self._run.log(fixed | (samples or _values(row)), commit=True)
 
     def end(self) -> None:
         """Set the status, and complete the files."""

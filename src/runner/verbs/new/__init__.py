@@ -17,6 +17,7 @@ from runner.base.files import make_folder, write_atomically
 from runner.config.sources import Sources, shipped
 from runner.tracking.formats import amount
 from runner.verbs._table import split_words
+from runner.verbs.options import with_modeline
 
 # The config group of the option of each kind.
 _KINDS = {"model": "model", "data": "data", "task": "", "callback": "callbacks", "project": "experiment"}
@@ -52,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("new", problem, "another name, or another folder")
     for path, text in written.items():
         make_folder(Path(path).parent)
+        if Path(path).suffix == ".yaml":
+            text = with_modeline(Path(path).parent.name, text)
         write_atomically(Path(path), text.encode())
     commands[-1:-1] = [] if importlib.util.find_spec("pytest") else ["pip install pytest"]
     print("\n".join(["written:", *(f"  {path}" for path in written), "", "try:", *(f"  {each}" for each in commands)]))

@@ -32,7 +32,7 @@ from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
 from runner.models.features import Extractor, write_features
 from runner.run.directory import claim
-from runner.run.evaluation import Predictions
+from runner.run.evaluation import Predictions, generated, write_samples
 from runner.run.from_checkpoint import (
     MODEL,
     SPLITS,
@@ -40,6 +40,7 @@ from runner.run.from_checkpoint import (
     activation_of,
     as_list,
     class_names,
+    output_folder,
     resolve_checkpoint,
     split_of,
     with_tta,
@@ -52,6 +53,7 @@ from runner.tracking.verb_report import Report
 from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
 
 _INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
+_OF_OUTPUTS = ("top_k", "probabilities", "logits", "features", "tta")  # keys
 _BATCH = 64  # files of a batch: each worker decodes one batch at a time, and all should have some to do
 _SHOWN = 10  # rows, and unreadable images
 
@@ -85,6 +87,8 @@ def run(composition: Composition) -> float:
     # Unreadable samples of a split are listed, as files are; the one that replaces a sample in training gets no row
     data = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
     resolved = dataclasses.replace(resolved, config=dataclasses.replace(config, data=data))
+    if config.samples is not None:
+        return _generate(resolved, report)
     if not as_list(config.input):
         raise UserError("input", "is missing", _INPUTS)
     if config.output is not None:
@@ -135,6 +139,35 @@ def run(composition: Composition) -> float:
     return float(record["images_per_s"])
 
 
+def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
+    """Write what the task generates with `sample(modules, count)` into a folder; returns how many samples a second."""
+    config, began = resolved.config, time.perf_counter()
+    _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
+    device, precision = resolved.set_up_device("predict", report)
+    task, modules = resolved.restore_model(resolved.data_facts(), device)
+    if config.dtype == "float64":
+        modules.to(torch.float64)
+    found = generated(task, modules, precision, config.seed, config.samples)
+    if not world().first:
+        return 0.0
+    folder = output_folder(config.output, None, config.output_root, "predictions")
+    files = [str(path) for path in write_samples(found, folder).values()]
+    numbers = {name: value for name, value in found.items() if isinstance(value, float)}
+    record = {"samples": config.samples, "numbers": numbers, "files": files, "output": str(folder)}
+    if not report.json(resolved.record() | record):
+        report.line(resolved.described())
+        report.lines(*(f"{name} {number(value)}" for name, value in numbers.items()), *files)
+    report.folder(folder)
+    return (config.samples or 0) / (time.perf_counter() - began)
+
+
+def _refuse_keys(config: Predict, keys: Sequence[str], what: str) -> None:
+    """Refuse the first of these keys that is not at its default, as it has no effect on `what`."""
+    for key in keys:
+        if getattr(config, key) != (default := Predict.__dataclass_fields__[key].default):
+            raise UserError(key, f"does not apply to {what}", shown(default))
+
+
 def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
     predicted, unreadable = record["predicted"], record["unreadable"]
     if first and not report.as_json:
@@ -165,10 +198,7 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: t
         modules.to(dtype)
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
-        for key in ("top_k", "probabilities", "logits", "features", "tta"):
-            if getattr(config, key) != (default := Predict.__dataclass_fields__[key].default):
-                problem = "does not apply to rows that the task makes in predict_step"
-                raise UserError(key, problem, shown(default))
+        _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
         predictions = Predictions(config, task, modules, config.pictures)
         return Predictor(predictions, predictions)
     plain = model = model_of(modules)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -57,19 +56,18 @@ def batch_repeats(context: CheckContext) -> Result:
         batch = next(context.splits.train.loader.batches(0, 0, 1)).first(_EQUAL)
         given, own = digests_of(batch), digests_of(context.read("train", batch.indices.tolist()))
         share = sum(given.count(a) > own.count(b) for a, b in zip(given, own, strict=True)) / len(own)
-        fix = "check the transforms and data.collate: each row must be computed from its own sample"
         evidence = f"{share:.0%} of {len(own)} samples equal another one"
-        return graded(evidence, fix, fail=share > LIMITS.repeated_fail, warn=share > LIMITS.repeated_warn)
-    found = first_batches(context)
-    small, plain = thumbnails(found.images).flatten(1), unit_vectors(thumbnails(found.plain))
-    augmented, small = unit_vectors(small), small - small.mean(1, keepdim=True)
-    # Padding of one width makes pages similar, but not equal.
-    apart = torch.cdist(small, small) / small.shape[1] ** 0.5 / thumbnails(found.plain).std().clamp_min(1e-6)
-    same = (augmented @ augmented.T > LIMITS.same_picture) & (plain @ plain.T < 0.99) & (apart < _CLOSE)
-    same &= (found.images.flatten(1).std(1) > 1e-4)[:, None] & (found.batch[:, None] == found.batch[None, :])
-    share = float(same.any(1).float().mean())
-    evidence = f"{share:.0%} of {len(augmented)} samples look exactly like another sample of their batch"
-    fix = "check the batch transforms: each image must be computed from its own sample"
+    else:
+        found = first_batches(context)
+        small, plain = thumbnails(found.images).flatten(1), unit_vectors(thumbnails(found.plain))
+        augmented, small = unit_vectors(small), small - small.mean(1, keepdim=True)
+        # Padding of one width makes pages similar, but not equal.
+        apart = torch.cdist(small, small) / small.shape[1] ** 0.5 / thumbnails(found.plain).std().clamp_min(1e-6)
+        same = (augmented @ augmented.T > LIMITS.same_picture) & (plain @ plain.T < 0.99) & (apart < _CLOSE)
+        same &= (found.images.flatten(1).std(1) > 1e-4)[:, None] & (found.batch[:, None] == found.batch[None, :])
+        share = float(same.any(1).float().mean())
+        evidence = f"{share:.0%} of {len(augmented)} samples look exactly like another sample of their batch"
+    fix = "check the batch transforms and data.collate: each row must be computed from its own sample"
     return graded(evidence, fix, fail=share > LIMITS.repeated_fail, warn=share > LIMITS.repeated_warn)
 
 
@@ -125,22 +123,15 @@ def image_features(images: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-@dataclass
-class Baselines:
+class Baselines(NamedTuple):
     """Scores on held-out samples: accuracies for classes, root mean squared errors for regression."""
 
     split: str
-    samples: int
+    metric: str  # what the scores are called: `accuracy` or `rmse`
     constant: float  # of always predicting the most frequent class, or the mean
     linear: float  # of a linear model on the pixels of the thumbnails
     related: float  # standard errors by which its predictions have to do with the targets; about 0 by chance
-    of_classes: bool  # or of numbers
-
-    def __str__(self) -> str:
-        where = f"on {self.samples:,} of {self.split}"
-        if self.of_classes:
-            return f"most frequent class {self.constant:.1%}, linear model {self.linear:.1%}, {where}"
-        return f"error of the mean {self.constant:.4g}, of a linear model {self.linear:.4g}, {where}"
+    evidence: str  # both scores in words
 
 
 @shared
@@ -161,10 +152,13 @@ def score_baselines(context: CheckContext) -> Baselines:
     if classes:
         guesses = targets.mode().values, guessed.argmax(1)
         constant, linear = (float((right == each).double().mean()) for each in guesses)
+        metric, evidence = "accuracy", f"most frequent class {constant:.1%}, linear model {linear:.1%}"
     else:
         constant, linear = (float((truth - each).square().mean().sqrt()) for each in (wanted.mean(0), guessed))
+        metric, evidence = "rmse", f"error of the mean {constant:.4g}, of a linear model {linear:.4g}"
     errors = float(related.mean() / (related.std() / math.sqrt(len(related))).clamp_min(1e-12))
-    return Baselines(stats.name, len(right), constant, linear, errors, bool(classes))
+    evidence += f", on {len(right):,} of {stats.name}"
+    return Baselines(stats.name, metric, constant, linear, errors, evidence)
 
 
 @check("baselines")
@@ -172,7 +166,7 @@ def learnable(context: CheckContext) -> Result:
     """Targets that a linear model cannot predict from the pixels at all: shuffled, or paired with the wrong images."""
     found = score_baselines(context)
     fix = "check how images and targets are paired; if the task is only hard, a larger `samples` shows it"
-    evidence = f"{found}; predictions and targets are related by {found.related:.1f} standard errors"
+    evidence = f"{found.evidence}; predictions and targets are related by {found.related:.1f} standard errors"
     return graded(evidence, fix, warn=found.related < LIMITS.related)
 
 
@@ -182,9 +176,9 @@ def beats_baselines(context: CheckContext) -> Result:
     need(context.found is not None, "ckpt_path names no run to compare")
     found = score_baselines(context)
     scores = Evaluator(context.training, warn=lambda line: None, interrupted=lambda: False).weights(found.split)
-    name, sign = (f"{found.split}/accuracy", 1) if found.of_classes else (f"{found.split}/rmse", -1)
+    name, sign = f"{found.split}/{found.metric}", 1 if found.metric == "accuracy" else -1
     need(name in scores, f"the run has no metric {name}")
-    score, evidence = sign * scores[name], f"{name} {scores[name]:.4g}; {found}"
+    score, evidence = sign * scores[name], f"{name} {scores[name]:.4g}; {found.evidence}"
     if score <= sign * found.constant:
         return failed(evidence, "this run has learned nothing: see which other checks fail")
     fix = "train for longer, or check optimizer and model: a linear model is better"

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from runner.config.targets import preferred_data
+from runner.instrument.nested import leaves_of
 from runner.lab.check.context import CheckContext
 from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
-from runner.lab.check.sample import Annotated, digests_of
+from runner.lab.check.sample import Annotated, digest_of
 from runner.run.model import num_classes_of
 
 _AUGMENTED = 128  # images that are augmented
@@ -195,20 +196,25 @@ def channel_order(context: CheckContext) -> Result:
 @check("data", any_task=True)
 def evaluation_transform(context: CheckContext) -> Result:
     """Random augmentation in an evaluation: the same sample gives different images."""
-    checked = 0
-    for name, stats in context.stats.items():
+    checked, transforms = 0, context.config.transform.sample_eval or context.config.transform.eval
+    held_out = context.held_out_stats or [context.train_stats]  # training samples may be augmented by their data set
+    for stats in held_out:
         indices = stats.indices[:: max(1, len(stats.indices) // 8)][:8].tolist()
         # One by one, as samples of different batches may not fit together
-        reads = [[digests_of(context.read(name, [index], epoch)) for index in indices] for epoch in (0, 0, 1)]
+        batches = [[context.read(stats.name, [index], epoch).data for index in indices] for epoch in (0, 0, 1)]
+        reads = [[[*map(digest_of, leaves_of(each))] for each in epoch] for epoch in batches]
         differ = [sum(a != b for a, b in zip(reads[0], again, strict=True)) for again in reads[1:]]
-        if any(differ):
-            evidence = f"{differ[0] or differ[1]} of {len(indices)} samples of {name} differ when they are read again"
-            if not context.config.transform.sample_eval and not context.config.transform.eval:
-                fix = "nothing if it should: each evaluation draws the same samples"
-                return warned(f"{evidence}: the data set itself draws them", fix)
-            return failed(evidence, "move random transforms from transform.eval to train, sample_eval to sample_train")
+        count, of = differ[0] or differ[1], f"{len(indices)} samples of {stats.name}"
+        if count and transforms:
+            fix = "move random transforms from transform.eval to train, sample_eval to sample_train"
+            return failed(f"{count} of {of} differ when they are read again", fix)
+        # Views and noise are drawn as a whole, unlike an image whose target stays, or that is cropped with its mask
+        fields = [{*zip(*epoch, strict=False)} for epoch in reads]
+        if differ[0] or (count and (fields[0] & fields[2] or stats.annotated)):
+            evidence = f"{count} of {of} differ when they are read again: the data set itself draws them"
+            return warned(evidence, "nothing if it should: each evaluation draws the same samples")
         checked += len(indices)
-    return passed(f"{checked} samples of {len(context.stats)} splits are the same each time they are read")
+    return passed(f"{checked} samples of {len(held_out)} splits are the same in each evaluation")
 
 
 @check("data")

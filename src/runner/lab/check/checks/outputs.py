@@ -75,7 +75,7 @@ def modes(context: CheckContext) -> Result:
     model, fix = context.model, "let train(mode) pass the mode on to all modules, and do not set it in forward"
     for training, stuck_in, call in ((False, "training", "eval"), (True, "evaluation", "train")):
         model.train(training)
-        with torch.no_grad():
+        with torch.set_grad_enabled(training):  # which a gradient penalty needs
             (context.training.steps if training else context.evaluated)(context.batch.data)  # may change modes
         stuck = {name or "the model": each for name, each in model.named_modules() if each.training != training}
         if stuck:

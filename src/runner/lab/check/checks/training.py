@@ -15,6 +15,8 @@ from runner.base.errors import UserError
 from runner.lab.check.context import ADAM, BATCH_NORM, DROPOUT, CheckContext
 from runner.lab.check.measured import hooked_gradients, measure_signals, measure_step
 from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_names, need, none_of, passed, warned
+from runner.lab.check.sample import digest_of
+from runner.run.finetune import Modules
 from runner.run.metrics import better
 from runner.tracking.formats import amount
 
@@ -24,12 +26,18 @@ _L2 = ("SGD", "Adam", "RMSprop", "NAdam", "RAdam", "Adamax")  # that add weight 
 @check("model", any_task=True)
 def frozen_parameters(context: CheckContext) -> Result:
     """Parameters that do not require gradients, although the config freezes nothing."""
-    frozen = [name for name, parameter in context.model.named_parameters() if not parameter.requires_grad]
-    total = sum(1 for _ in context.model.parameters())
+    parameters = dict(context.model.named_parameters())
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    frozen, total = [name for name in parameters if name not in trained], len(parameters)
     what, fix = f"of {total} parameters do not require gradients", "requires_grad=True, or freeze=... if intended"
     if frozen and context.config.freeze is not None:
         return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze`")
-    return none_of(frozen, what, fix, f"all {total} require gradients", warn=True)
+    if frozen and not context.supervised:
+        # Whole modules that the task adds are frozen on purpose, and so are copies of trained weights, as of a teacher
+        parts, copied = {"model", *(name.split(".")[0] for name in trained)}, {*map(digest_of, trained.values())}
+        frozen = [each for each in frozen if not isinstance(context.model, Modules) or each.split(".")[0] in parts]
+        frozen = [each for each in frozen if digest_of(parameters[each]) not in copied]
+    return none_of(frozen, what, fix, f"{len(trained)} of {total} require gradients", warn=True)
 
 
 @check("model", any_task=True)
