@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
+import resource
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,17 @@ import pytest
 import torch
 from extras import needs
 from PIL import Image
-from small_loaders import CPU, joined, read, same, small_loader
+from small_loaders import CPU, Listed, joined, read, same, small_loader
 from tar_files import write_tar
 
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import ReplacementSampler
+from runner.data.cache import Cache, recipe_of
 from runner.data.module import read_datasets
 from runner.data.sampler import AllSamples
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
+from runner.data.sources.hugging_face import EncodedImages
 from runner.data.sources.image_io import Decoding, decoded, encoded_image, middle_square, read_image, resized
 from runner.data.transforms.crops import RandomResizedCrop
 
@@ -34,7 +38,7 @@ def jpeg(width: int, height: int, seed: int = 0, mode: str = "RGB", turn: int = 
     image = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).convert(mode)
     exif = Image.Exif()
     exif[0x0112] = turn
-    image.save(file := io.BytesIO(), "JPEG", quality=95, exif=exif, **options)
+    image.save(file := io.BytesIO(), "JPEG", quality=95, **{"exif": exif, **options})
     return file.getvalue()
 
 
@@ -44,8 +48,13 @@ def unusable(content: bytes) -> bytes:
     return content[:table] + b"\xff" * 16 + content[table + 16 :]
 
 
+# Orientations that Pillow and torchcodec read differently: a number of the wrong type, and one outside of Exif
+BYTE = b"Exif\0\0II*\0" + struct.pack("<IHHHIII", 8, 1, 0x0112, 1, 1, 6, 0)
+XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 FORMS = [
     *({"turn": turn} for turn in range(1, 9)),
+    {"exif": BYTE},
+    {"exif": b"", "xmp": XMP},
     {"progressive": True},
     {"keep_rgb": True},
     {"mode": "L"},
@@ -73,7 +82,8 @@ def test_torchcodec_decodes_whole_jpegs_where_it_is_asked_to_and_pillow_alone_wh
     assert not used, "of images this large, Pillow decodes a part at an eighth of the size"
     assert torch.equal(made("torchcodec"), resized(whole, middle_square(*whole.shape[1:]), 8))
     assert torch.equal(made("torchcodec", None), whole)
-    assert used == [{1: "GRAY", 3: "RGB"}[channels]] * 2
+    turned = form.get("turn", 1) > 1 or "exif" in form
+    assert used == ([] if turned else [{1: "GRAY", 3: "RGB"}[channels]] * 2)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -91,12 +101,41 @@ def test_what_a_device_decodes_looks_like_what_the_host_does(form: dict[str, Any
     assert found is not None
     (image,) = decoded([found], CPU)
     # A part of the whole image: `read_image` decodes large ones at a fraction of their size
-    whole = read_image("a.jpg", None, content=content).float()
+    whole = read_image("a.jpg", None, content=content, decode="pillow").float()
     expected = whole if size is None else resized(whole, corner(*whole.shape[1:]), size)
     assert image is not None
     assert image.dtype == torch.uint8
     assert image.shape == expected.shape == found.shape
     assert (image - expected).abs().max() <= 1
+
+
+def test_a_device_resizes_the_part_alone_leaves_what_it_cannot_to_the_host_and_stops_without_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts = list[tuple[int, ...]]()
+
+    def picky(part: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        parts.append(tuple(part.shape))
+        if part.shape[2] == 82:
+            raise RuntimeError("Too much shared memory required")
+        return resized(part, *arguments)
+
+    monkeypatch.setattr(image_io, "resized", picky)
+    found: Any = [
+        encoded_image("a.jpg", jpeg(width, 60), Decoding(), 8, lambda _, columns: (4, 8, 16, columns - 8))
+        for width in (80, 90)
+    ]
+    first, second = decoded(found, CPU)
+    assert first is not None
+    assert second is None
+    assert {*parts} == {(3, 16, 72), (3, 16, 82)}
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr("torchvision.io.decode_jpeg", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        decoded(found, CPU)
 
 
 @pytest.fixture
@@ -173,6 +212,35 @@ def test_decoders_of_equal_pixels_share_caches() -> None:
 
 
 @needs("torchcodec")
+def test_a_cache_of_another_decoder_is_neither_opened_nor_replaced(tmp_path: Path) -> None:
+    Image.new("RGB", (80, 60)).save(plain := io.BytesIO(), "PNG")
+    # Images without a fingerprint; of five images, a cache compares all but the fourth when it is opened
+    contents = [plain.getvalue()] * 3 + [jpeg(80, 60), plain.getvalue()]
+    rows, done = [{"image": {"bytes": content}} for content in contents], list[str]()
+    for decode in ("auto", "torchcodec", "pillow", "torchcodec"):
+        decoding = Decoding(8, decode=decode)  # type: ignore[arg-type]
+        made = EncodedImages(rows, "image", "rows", torch.arange(5), (), decoding=decoding)
+        recipe = recipe_of(Data(dataset={}, decode=decode))  # type: ignore[arg-type]
+        opened = Cache(tmp_path, "rows", recipe).open(made, "train", 0)
+        assert opened.images is not None
+        assert torch.equal(opened.images[3][0], made[3][0])
+        done.append(opened.done.split()[0])
+    assert done == ["made", "made", "opened", "opened"]
+
+
+@pytest.mark.parametrize("decode", ["auto", "pillow"])
+def test_attributes_of_own_data_sets_are_left_alone(decode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Listed):
+        @property
+        def images(self) -> Any:
+            raise AssertionError("a property that may take minutes")
+
+    own = Own([])
+    monkeypatch.setattr("runner.data.module.build", lambda *_, **__: own)
+    assert read_datasets(Data(dataset={}, decode=decode)) == {"train": own}
+
+
+@needs("torchcodec")
 def test_a_run_has_the_weights_of_its_decoder_and_may_be_resumed_with_another_which_is_reported(
     photos: Path, train: Any
 ) -> None:
@@ -214,7 +282,7 @@ def test_no_device_without_cuda(photos: Path, rejected: Any) -> None:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU passes for a device with a decoder."""
-    monkeypatch.setattr("runner.data.placement.decodes_jpeg", lambda _: True)
+    monkeypatch.setattr("runner.data.placement._DECODES", "cpu")
 
 
 @pytest.mark.usefixtures("device")
@@ -297,6 +365,19 @@ def test_batches_of_a_device_have_the_samples_and_crops_of_the_host_for_any_work
     assert same(read(loader(folder, 1), 1, 2, 3), batches[2:])
     parts = [read(loader(folder, rank=rank, ranks=2), 1, 0, 3) for rank in range(2)]
     assert same([joined(list(pair)) for pair in zip(*parts, strict=True)], batches)
+
+
+def test_workers_open_no_file_for_each_image_of_a_batch_of_a_device(folder: ImageFolder) -> None:
+    photo, png = (next(path for path in folder.paths if path.suffix == kind) for kind in (".jpg", ".png"))
+    mixed = loader(
+        ImageFolder([png] * 192 + [photo] * 8, [0] * 200, ("a",), Decoding(16)), 2, batch_size=128, timeout_s=20
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len([*Path("/dev/fd").iterdir()]) + 100, hard))
+    try:
+        assert len(joined(read(mixed, stop=2)).images) == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_an_image_that_a_device_cannot_decode_is_read_on_the_host_and_replaced_if_that_cannot_either(

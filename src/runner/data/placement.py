@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +24,9 @@ from runner.data.module import DataModule
 from runner.data.samples import crops_while_decoding
 from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
-from runner.data.sources.image_io import Encoded, decoded, decodes_jpeg
+from runner.data.sources.image_io import Encoded, decoded
 
+_DECODES = "cuda"  # devices with a decoder of JPEGs
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
 _MOST, _FEW = 8, 64  # workers, samples
@@ -79,8 +81,8 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
     data, (train, indices), new = made.config.data, made.parts["train"], False
-    if data.decode == "device" and made.pairs:
-        _check_decoding(made)
+    if data.decode == "device" and made.pairs and (problem := next(_undecodable(made), None)):
+        raise UserError("data.decode", f"is device, {problem}", "auto, pillow or torchcodec, which decode on the host")
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
     ahead = max(
         data.samples_a_batch + made.config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0
@@ -110,23 +112,19 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
     made.warnings += _without_effect(made) if made.pairs else []
 
 
-def _check_decoding(made: DataModule) -> None:
-    """Raise `UserError` if the device cannot decode the images, or something needs their pixels before."""
-    problem, kinds = "", {"train": made.sample_train, "eval": made.sample_eval}
-    if not decodes_jpeg(made.device):
-        problem = f"decodes JPEGs with CUDA, and this run uses {made.device}"
+def _undecodable(made: DataModule) -> Iterator[str]:
+    """Why the device cannot decode the images, or what needs their pixels before."""
+    if made.device.type != _DECODES:
+        yield f"which decodes JPEGs with CUDA, and this run uses {made.device}"
     for dataset, _ in made.parts.values():
         if not isinstance(dataset, ImageList):
-            problem = problem or "decodes image files, and the data set gives decoded images"
-        for key, transforms in kinds.items():
+            yield "which decodes image files, and the data set gives decoded images"
+        for key, transforms in (("train", made.sample_train), ("eval", made.sample_eval)):
             if transforms[crops_while_decoding(dataset, transforms) :]:
-                problem = problem or f"decodes where batches are made, and transform.sample_{key} needs decoded images"
-    allowed = "auto, pillow or torchcodec, which decode on the host"
-    if problem:
-        raise UserError("data.decode", f"is device, which {problem}", allowed)
+                yield f"which decodes where batches are made, and transform.sample_{key} needs decoded images"
     Image.new("RGB", (8, 8)).save(file := io.BytesIO(), "JPEG")
     if decoded([Encoded(file.getvalue(), 1, (0, 0, 8, 8), (3, 8, 8))], made.device)[0] is None:
-        raise UserError("data.decode", f"is device, and torchvision cannot decode a JPEG on {made.device}", allowed)
+        yield f"and torchvision cannot decode a JPEG on {made.device}"
 
 
 def holds_tensors(dataset: Dataset[Any]) -> bool:

@@ -63,18 +63,20 @@ class SeededDataset(Dataset[Any]):
         return batch_of(self.items(places, skipped, self.encoded), self._collate), skipped
 
     def on_device(self, batch: Any, epoch: int, drawn: Tensor, device: torch.device, skipped: list[BadSample]) -> Any:
-        """Decode the `Encoded` images of a batch of pairs on a device, where all its images are then.
+        """Decode the `Encoded` images of a batch of pairs on a device, where all its images are then, if it has any.
 
         What fails there is read again on the host, for the same errors and replacements; `drawn` are the places of the batch.
         """
+        if isinstance(batch[0], Tensor):
+            return batch
         images, targets = [*batch[0]], [*torch.from_numpy(batch[1])]
         waiting = [row for row, image in enumerate(images) if isinstance(image, Encoded)]
-        made = decoded([images[row] for row in waiting], device) if waiting else []
-        for row, image in zip(waiting, made, strict=True):
+        for row, image in zip(waiting, decoded([images[row] for row in waiting], device), strict=True):
             if image is None:
                 image, targets[row] = self.items([(epoch, int(drawn[row]))], skipped)[0]
             images[row] = image
-        return pair_batch([(image.to(device), target) for image, target in zip(images, targets, strict=True)])
+        images = [torch.as_tensor(image).to(device) for image in images]
+        return pair_batch([*zip(images, targets, strict=True)])
 
     def items(
         self, places: list[tuple[int, int]], skipped: list[BadSample] | None = None, dataset: Any = None
@@ -168,8 +170,8 @@ def _one_thread() -> Iterator[None]:
 def pair_batch(samples: list[tuple[Any, Tensor]]) -> tuple[Any, np.ndarray]:
     """Images, in a worker written straight into shared memory, and targets, of which a small array passes between processes faster.
 
-    Images stay a list if some are `Encoded`. Raises `UserError` if images have different shapes or dtypes, or targets
-    different shapes.
+    If some images are `Encoded`, images are a list of these and of arrays. Raises `UserError` if images have different shapes or
+    dtypes, or targets different shapes.
     """
     images, targets = map(list, zip(*samples, strict=True))
     # Stacking would fail with sizes that say nothing about the cause
@@ -180,8 +182,10 @@ def pair_batch(samples: list[tuple[Any, Tensor]]) -> tuple[Any, np.ndarray]:
             raise UserError("data.dataset", problem, allowed)
     if len(dtypes := {str(image.dtype) for image in images}) > 1:
         raise UserError("data.dataset", f"images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
-    batch = images if any(isinstance(image, Encoded) for image in images) else default_collate(images)
-    return batch, torch.stack(targets).numpy()
+    numbers = torch.stack(targets).numpy()
+    if any(isinstance(image, Encoded) for image in images):  # a worker would pass a file descriptor for each tensor
+        return [image if isinstance(image, Encoded) else image.numpy() for image in images], numbers
+    return default_collate(images), numbers
 
 
 def stacked(samples: list[Any]) -> Any:

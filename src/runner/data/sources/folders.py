@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources import listing
-from runner.data.sources.image_io import Cut, Decoding, encoded_image, middle_square, read_image
+from runner.data.sources.image_io import Cut, Decoding, encoded_image, middle_square
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -64,8 +64,7 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
         (path, content), target, decoding = self.encoded(index), self.targets[index], self.decoding
         image: Any = encoded_image(path, content, decoding, size, cut) if self.defers else None
         if image is None:
-            how: dict[str, Any] = {"max_pixels": decoding.max_pixels, "content": content, "decode": decoding.decode}
-            image = read_image(path, size, decoding.channels, cut, **how)
+            image = decoding.read(path, content, size, cut)
         return image, target if target.is_floating_point() else int(target)
 
 

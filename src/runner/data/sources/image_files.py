@@ -93,9 +93,7 @@ class ImageFiles(ImageFolder):
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
         path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
-        how: dict[str, Any] = {"max_pixels": decoding.max_pixels, "content": content, "decode": decoding.decode}
-        image = image_io.read_image(path, size, decoding.channels, cut, **how)
-        return as_tensor(transformed(image, self._transforms))
+        return as_tensor(transformed(decoding.read(path, content, size, cut), self._transforms))
 
     def blank(self) -> Tensor:
         """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""

@@ -102,6 +102,17 @@ class Decoding:
             problem = "is torchcodec, which is not installed, is older than 0.16 or was built for another torch"
             raise UserError("data.decode", problem, "pip install 'runner[torchcodec]', or auto")
 
+    def read(
+        self,
+        path: Path | str,
+        content: bytes | Image.Image | None = None,
+        size: int | None = None,
+        cut: Cut = middle_square,
+    ) -> Tensor:
+        """`read_image` with the other settings."""
+        pixels, decode = self.max_pixels, self.decode
+        return read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
+
     def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """All that the pixels depend on besides the bytes of a file: settings, and versions of libraries."""
         libraries = torch.__version__, features.version("pil"), features.version("jpg")
@@ -149,8 +160,8 @@ def read_image(
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
         content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
-        decode: pillow decodes all files with Pillow; torchcodec decodes whole JPEGs with torchcodec; auto and device let
-            torchcodec decode those of which it gives the same pixels in less time, where it is installed.
+        decode: pillow decodes all files with Pillow; torchcodec decodes whole JPEGs, those with torchcodec that need not be
+            turned; auto and device let torchcodec decode those of which it gives the same pixels in less time, if installed.
 
     Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
     or too large.
@@ -162,9 +173,10 @@ def read_image(
         turn, height, width = _upright(opened)
         region = cut(height, width) if image_size is not None else (0, 0, height, width)
         forced = decode == "torchcodec" and opened.format in _REDUCIBLE
-        reduction = 1 if forced else _reduce(opened, mode, region, image_size)
+        reduction = _reduce(opened, mode, region, None if forced else image_size)
         plain = reduction == 1 and turn not in _TURNS and opened.format == "JPEG" and opened.mode == mode == "RGB"
-        usable = forced or (plain and decode != "pillow")
+        # torchcodec turns an image by its own reading of the Exif orientation
+        usable = turn == 1 if forced else plain and decode != "pillow"
         if usable and (whole := _by_torchcodec(opened.fp, "RGB" if channels == 3 else "GRAY")) is not None:
             return whole.contiguous() if image_size is None else resized(whole, region, image_size)
         opened.load()
@@ -199,11 +211,6 @@ def encoded_image(
         return Encoded(whole, turn, region, (3, *size))
 
 
-def decodes_jpeg(device: torch.device) -> bool:
-    """Tell whether a device has its own decoder of JPEGs."""
-    return device.type == "cuda"
-
-
 def decoded(images: Sequence[Encoded], device: torch.device) -> list[Tensor | None]:
     """The images, uint8 (3, height, width) on the device, by nvJPEG on CUDA; None for those that it cannot decode.
 
@@ -214,14 +221,19 @@ def decoded(images: Sequence[Encoded], device: torch.device) -> list[Tensor | No
     contents = [torch.frombuffer(bytearray(image.content), dtype=torch.uint8) for image in images]
     try:
         every = decode_jpeg(contents, mode="RGB", device=device)
-    except RuntimeError:  # of one of them, whichever
+        return [_part(image, whole) for image, whole in zip(images, every, strict=True)]
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of one of them, whichever; CUDA also refuses to make an image very much smaller
         return [None] if len(images) == 1 else [each for image in images for each in decoded([image], device)]
-    result = list[Tensor | None]()
-    for image, whole in zip(images, every, strict=True):
-        upright = whole.transpose(1, 2) if image.turn in _ON_ITS_SIDE else whole
-        part = resized(upright.flip(_FLIPPED.get(image.turn, ())).float(), image.region, image.shape[1:])
-        result.append(part.round_().to(torch.uint8))  # CUDA resizes no bytes
-    return result
+
+
+def _part(image: Encoded, whole: Tensor) -> Tensor:
+    upright = whole.transpose(1, 2) if image.turn in _ON_ITS_SIDE else whole
+    upright = upright.flip(_FLIPPED[image.turn]) if image.turn in _FLIPPED else upright
+    top, left, rows, columns = image.region
+    part = upright[:, top : top + rows, left : left + columns].float()  # CUDA resizes no bytes
+    return resized(part, (0, 0, rows, columns), image.shape[1:]).round_().to(torch.uint8)
 
 
 def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: bytes | None = None) -> Tensor:
@@ -311,10 +323,11 @@ def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tenso
 
 
 def _orientation(image: Image.Image) -> int:
+    """The number in the metadata, 1 without one; 0 if it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # damaged metadata do not make the image unusable
-        return 1
+        return 0
 
 
 def _upright(opened: Any) -> tuple[int, int, int]:
@@ -335,7 +348,7 @@ def _reduce(opened: Any, mode: Literal["RGB", "L"], region: Region, image_size: 
 
 
 def _by_torchcodec(file: Any, mode: Literal["RGB", "GRAY"]) -> Tensor | None:
-    """The pixels of a JPEG (C, H, W), upright, or None without torchcodec and if it fails: then Pillow fails too, and says why."""
+    """The pixels of a JPEG (C, H, W), or None without torchcodec and if it fails: then Pillow fails too, and says why."""
     if (decode := _torchcodec()) is None:
         return None
     file.seek(0)
