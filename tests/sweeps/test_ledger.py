@@ -160,6 +160,9 @@ def test_a_job_is_known_by_what_changes_its_result_and_by_what_is_swept():
 
     assert known() == known(tags=["x"]) == known(log={"curves": False}) == known(data={"num_workers": 2})
     assert known() != known(seed=1)
+    # Ledgers of versions before data.decode lack it
+    assert known() == known(data={"num_workers": 0, "decode": "auto"})
+    assert known() != known(data={"num_workers": 0, "decode": "pillow"})
     swept = ("data.num_workers",)
     assert known(swept) != known(swept, data={"num_workers": 2})
     assert known(("performance",), ["performance=a"]) != known(("performance",), ["performance=b"])

@@ -168,6 +168,8 @@ def _of_data(config: Train) -> Broken:
             yield "data.num_workers", f"is {data.num_workers}, but {placed} reads no sample through workers", "auto"
         if config.transform.sample_train or config.transform.sample_eval:
             yield "transform", f"has sample transforms, which {placed} does not run", "data.placement=disk or auto"
+    if data.decode == "device" and data.cache is not None:
+        yield "data.cache", "keeps images as the host decodes them, not the device", "null, or data.decode=auto"
     if config.transform.mix is not None and data.batch_size == 1:
         yield "transform.mix", "blends samples of a batch, but data.batch_size=1 has a single one"
 
@@ -207,6 +209,7 @@ def _of_samples(config: Train) -> Broken:
     for key, given, allowed in (
         ("data.cache", data.cache is not None, "null"),
         ("data.sampler", data.sampler is not None, "null"),
+        ("data.decode", data.decode == "device", "auto, pillow or torchcodec"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
         ("freeze", ALL_BUT_HEAD in str(freeze), "name patterns, or null"),
         ("compile", config.compile == "step", "true or false"),

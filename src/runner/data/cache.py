@@ -229,7 +229,9 @@ def _digest(recipe: dict[str, Any]) -> Any:
 
 def recipe_of(data: Data) -> dict[str, Any]:
     """What the data sets are built from, for `cache_key`."""
-    return {"dataset": {**data.dataset}, "root": data.location, "image_size": data.image_size}
+    # Other decoders give the same pixels on the host, and share caches
+    decoder = {"decode": data.decode} if data.decode == "torchcodec" else {}
+    return {"dataset": {**data.dataset}, "root": data.location, "image_size": data.image_size, **decoder}
 
 
 def cache_key(dataset: Dataset[Any], recipe: dict[str, Any]) -> str:

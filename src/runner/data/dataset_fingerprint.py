@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from runner.base.errors import DataFailed
 from runner.data.sample_rng import hash_ints
 from runner.data.sampler import Indices
 from runner.data.samples import SeededDataset
-from runner.data.sources.folders import ImageFolder
+from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.listing import common_part, size_of
 from runner.data.sources.shards import Shards
 from runner.data.splits import Parts, targets_of
@@ -49,7 +51,12 @@ def fingerprint_data(
     result, files_of = {}, {id(dataset): _files_of(dataset) for dataset, _ in parts.values()}
     for name, (dataset, indices) in parts.items():
         digests: dict[str, Any] = {"samples": len(indices)}
-        digests["content"] = _digest(_content(sources[name], indices, pairs))
+        source: Any = sources[name]
+        if isinstance(dataset, ImageList) and dataset.decoding.decode == "torchcodec":
+            # The same data have the same digest, whatever decodes them and a cache
+            source = copy.copy(dataset)
+            source.decoding = replace(dataset.decoding, decode="auto")
+        digests["content"] = _digest(_content(source, indices, pairs))
         targets, files = targets_of(dataset), files_of[id(dataset)]
         if targets is not None and targets.ndim and len(targets) == len(dataset):  # type: ignore[arg-type]
             digests["targets"] = _digest([targets[indices[:]].numpy().tobytes()])

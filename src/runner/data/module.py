@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, batch_of, pair_batch, stacked
 from runner.data.sources.arrays import CachedImages
+from runner.data.sources.folders import ImageList
+from runner.data.sources.masks import MaskFolder
 from runner.data.splits import Parts
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.mixing import Mixing
@@ -66,6 +68,9 @@ def read_datasets(data: Data) -> dict[str, Dataset[Any]]:
             problem = f"its '{name}' is a {type(dataset).__name__}, which has no length or no items"
             allowed = "a map-style data set giving (image, target), or a mapping of split names to such"
             raise UserError("data.dataset", problem, allowed)
+        files = dataset.images if isinstance(dataset, MaskFolder) else dataset
+        if data.decode != "auto" and isinstance(files, ImageList):
+            files.decoding = replace(files.decoding, decode=data.decode)
     return datasets
 
 
@@ -187,14 +192,11 @@ class DataModule:
         note = self.bad_samples.noting(name, dataset, len(indices))
         # Workers read files; what is in memory or in a cache needs no processes
         if self.in_memory is None:
-            loader = WorkerLoader(
-                self.reader(name, training),
-                plan,
-                self.device,
-                data,
-                workers=self.workers,
-                on_skipped=note,
-            )
+            reader = self.reader(name, training)
+            if self.pairs and data.decode == "device":
+                reader.encoded = copy.copy(dataset)
+                reader.encoded.defers = True  # type: ignore[attr-defined]
+            loader = WorkerLoader(reader, plan, self.device, data, workers=self.workers, on_skipped=note)
             return SplitData(loader, pipeline, mix, self._collate)
         source, source_of = self.sources[name], None
         # A cache knows already which images cannot be read, so that they are noted before training.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from runner.base.cores import cores
@@ -21,7 +24,9 @@ from runner.data.module import DataModule
 from runner.data.samples import crops_while_decoding
 from runner.data.sources.arrays import CachedImages, ImageArrays
 from runner.data.sources.folders import ImageList
+from runner.data.sources.image_io import Encoded, decoded
 
+_DECODES = "cuda"  # devices with a decoder of JPEGs
 _SHARE_OF_DEVICE = 0.3  # of the free memory of a GPU that images may take
 _GIB = 2**30
 _MOST, _FEW = 8, 64  # workers, samples
@@ -76,6 +81,8 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
         UserError: if settings contradict each other, or the cache cannot be made.
     """
     data, (train, indices), new = made.config.data, made.parts["train"], False
+    if data.decode == "device" and made.pairs and (problem := next(_undecodable(made), None)):
+        raise UserError("data.decode", f"is device, {problem}", "auto, pillow or torchcodec, which decode on the host")
     # An evaluation inside an epoch reads while workers hold batches of training; a cache is made before both.
     ahead = max(
         data.samples_a_batch + made.config.evaluate.batch_size, DECODED_AT_ONCE if data.cache is not None else 0
@@ -103,6 +110,21 @@ def place(made: DataModule, sample_bytes: int, make_cache: bool = True) -> None:
         made.choices += [("workers", str(choice.workers), choice.reason)] if choice.reason else []
         made.warnings += choice.warnings
     made.warnings += _without_effect(made) if made.pairs else []
+
+
+def _undecodable(made: DataModule) -> Iterator[str]:
+    """Why the device cannot decode the images, or what needs their pixels before."""
+    if made.device.type != _DECODES:
+        yield f"which decodes JPEGs with CUDA, and this run uses {made.device}"
+    for dataset, _ in made.parts.values():
+        if not isinstance(dataset, ImageList):
+            yield "which decodes image files, and the data set gives decoded images"
+        for key, transforms in (("train", made.sample_train), ("eval", made.sample_eval)):
+            if transforms[crops_while_decoding(dataset, transforms) :]:
+                yield f"which decodes where batches are made, and transform.sample_{key} needs decoded images"
+    Image.new("RGB", (8, 8)).save(file := io.BytesIO(), "JPEG")
+    if decoded([Encoded(file.getvalue(), 1, (0, 0, 8, 8), (3, 8, 8))], made.device)[0] is None:
+        yield f"and torchvision cannot decode a JPEG on {made.device}"
 
 
 def holds_tensors(dataset: Dataset[Any]) -> bool:
@@ -201,6 +223,8 @@ def _without_effect(made: DataModule) -> list[str]:
     if resident:
         reason = "the images are in memory (data.placement=disk reads them through workers)"
     useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if made.workers == 0 else {}
+    if not any(isinstance(dataset, ImageList) for dataset, _ in made.parts.values()):
+        useless["decode"] = "the data set decodes its images itself"
     if resident and data.num_workers != 0 and not made.caches:
         useless["num_workers"] = reason
     if device.type == "cuda" and resident:

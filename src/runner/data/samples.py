@@ -16,6 +16,7 @@ from runner.base.errors import UserError, with_place
 from runner.data.bad_samples import BadSample, ReplacementSampler, path_of
 from runner.data.sample_rng import preserved_rng, seed_generators
 from runner.data.sampler import sample_of
+from runner.data.sources.image_io import Encoded, decoded
 
 SampleTransform = Callable[[Any], Any]
 
@@ -34,7 +35,12 @@ class SeededDataset(Dataset[Any]):
     If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
     random numbers of the sample. `split` is for messages. `collate` makes a batch of a list of samples, see `batch_of`.
+
+    Attributes:
+        encoded: the data set with `Encoded` images, of which batches are made; `on_device` decodes them. None for whole ones.
     """
+
+    encoded: Dataset[Any] | None = None
 
     def __init__(
         self,
@@ -54,22 +60,41 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, places: list[tuple[int, int]]) -> tuple[Any, list[BadSample]]:
         """A batch, in shared memory if a worker reads it, and the samples that could not be read, which others replace."""
         skipped: list[BadSample] = []
-        return batch_of(self.items(places, skipped), self._collate), skipped
+        return batch_of(self.items(places, skipped, self.encoded), self._collate), skipped
 
-    def items(self, places: list[tuple[int, int]], skipped: list[BadSample] | None = None) -> list[Any]:
+    def on_device(self, batch: Any, epoch: int, drawn: Tensor, device: torch.device, skipped: list[BadSample]) -> Any:
+        """Decode the `Encoded` images of a batch of pairs on a device, where all its images are then, if it has any.
+
+        What fails there is read again on the host, for the same errors and replacements; `drawn` are the places of the batch.
+        """
+        if isinstance(batch[0], Tensor):
+            return batch
+        images, targets = [*batch[0]], [*torch.from_numpy(batch[1])]
+        waiting = [row for row, image in enumerate(images) if isinstance(image, Encoded)]
+        for row, image in zip(waiting, decoded([images[row] for row in waiting], device), strict=True):
+            if image is None:
+                image, targets[row] = self.items([(epoch, int(drawn[row]))], skipped)[0]
+            images[row] = image
+        images = [torch.as_tensor(image).to(device) for image in images]
+        return pair_batch([*zip(images, targets, strict=True)])
+
+    def items(
+        self, places: list[tuple[int, int]], skipped: list[BadSample] | None = None, dataset: Any = None
+    ) -> list[Any]:
         """The samples; whatever user code raises becomes a `UserError`, except for `MemoryError`."""
+        dataset, skipped = self.dataset if dataset is None else dataset, [] if skipped is None else skipped
         with preserved_rng(), _one_thread():
-            return [self._item(epoch, place, [] if skipped is None else skipped) for epoch, place in places]
+            return [self._item(dataset, epoch, place, skipped) for epoch, place in places]
 
-    def _item(self, epoch: int, place: int, skipped: list[BadSample]) -> Any:
+    def _item(self, dataset: Any, epoch: int, place: int, skipped: list[BadSample]) -> Any:
         # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
         def read(source: int) -> Any:
             seed_generators(self._seed, epoch, place)
             # A cut reads only the region that is used, which is faster for large images
             if self._cut is None:
-                item = self.dataset[source]
+                item = dataset[source]
             else:
-                item = self.dataset.read_part(source, self._cut.region, self._cut.size)  # type: ignore[attr-defined]
+                item = dataset.read_part(source, self._cut.region, self._cut.size)
             if not self._pairs:
                 return item
             if not isinstance(item, tuple | list) or len(item) != 2:
@@ -85,7 +110,8 @@ class SeededDataset(Dataset[Any]):
             transforming = True
             if not self._pairs:
                 return functools.reduce(lambda value, transform: transform(value), self._transforms, sample)
-            return as_tensor(transformed(sample[0], self._transforms)), as_target(sample[1])
+            image = sample[0] if isinstance(sample[0], Encoded) else as_tensor(transformed(sample[0], self._transforms))
+            return image, as_target(sample[1])
         except MemoryError:
             raise
         except UserError as error:
@@ -141,10 +167,11 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def pair_batch(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, np.ndarray]:
+def pair_batch(samples: list[tuple[Any, Tensor]]) -> tuple[Any, np.ndarray]:
     """Images, in a worker written straight into shared memory, and targets, of which a small array passes between processes faster.
 
-    Raises `UserError` if images have different shapes or dtypes, or targets different shapes.
+    If some images are `Encoded`, images are a list of these and of arrays. Raises `UserError` if images have different shapes or
+    dtypes, or targets different shapes.
     """
     images, targets = map(list, zip(*samples, strict=True))
     # Stacking would fail with sizes that say nothing about the cause
@@ -155,7 +182,10 @@ def pair_batch(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, np.ndarray
             raise UserError("data.dataset", problem, allowed)
     if len(dtypes := {str(image.dtype) for image in images}) > 1:
         raise UserError("data.dataset", f"images of one batch are of different kinds: {', '.join(sorted(dtypes))}")
-    return default_collate(images), torch.stack(targets).numpy()
+    numbers = torch.stack(targets).numpy()
+    if any(isinstance(image, Encoded) for image in images):  # a worker would pass a file descriptor for each tensor
+        return [image if isinstance(image, Encoded) else image.numpy() for image in images], numbers
+    return default_collate(images), numbers
 
 
 def stacked(samples: list[Any]) -> Any:

@@ -119,6 +119,7 @@ class WorkerLoader(Loader):
         self.workers = workers
         self._pin = device.type == "cuda" and settings.pin_memory is not False
         self._prefetches = settings.non_blocking
+        self._reader = reader
         # One object for all epochs, as a DataLoader cannot be given another sampler.
         self._requests = _Requests()
         self._persistent, self._timeout_s = settings.persistent_workers, settings.timeout_s
@@ -144,6 +145,8 @@ class WorkerLoader(Loader):
         pending = self._requests.pending
         for data, skipped in self._read():
             drawn = pending.popleft()
+            if self._reader.encoded is not None:
+                data = self._reader.on_device(data, epoch, drawn, self.device, skipped)
             if skipped:
                 self._on_skipped(skipped)
             data = mapped_items(data, np.ndarray, as_numbers)
@@ -152,11 +155,11 @@ class WorkerLoader(Loader):
             yield mapped_items(data, Tensor, self._moved), self._moved(drawn)
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        if self._pin and not tensor.is_pinned():
+        if self._pin and tensor.device.type == "cpu" and not tensor.is_pinned():
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=self._prefetches)
 
-    def _read(self) -> Iterator[tuple[Any, Sequence[BadSample]]]:
+    def _read(self) -> Iterator[tuple[Any, list[BadSample]]]:
         iterator, pending = None, self._requests.pending
         try:
             # Starting workers takes longer than a batch, so the limit of time does not apply to the first

@@ -21,6 +21,8 @@ from runner.config.load import compose_job, problems_in, problems_without_import
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
+# These do not count at their default, as the ledgers of earlier versions lack them.
+_ADDED = {"data.decode": "auto"}
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def varied_words(jobs: Sequence[Sequence[str]]) -> list[str]:
 def counted(values: dict[str, Any], swept: Sequence[str] = ()) -> dict[str, Any]:
     """The values by dotted key that make a job what it is: those that change its result, and all of the swept keys."""
     count_too = (*_COUNT_TOO, *swept)
-    leaves = flatten(mask_values(values)).items()
+    leaves = [leaf for leaf in flatten(mask_values(values)).items() if leaf not in _ADDED.items()]
     return {key: value for key, value in leaves if changes_result(key) or within(key, count_too)}
 
 

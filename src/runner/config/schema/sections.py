@@ -120,6 +120,7 @@ class Data(Section):
     batch_size: Literal["auto"] | Count = 64
     image_size: Annotated[int, Ge(1)] | None = None
     max_pixels: Annotated[int, Ge(1), Le(178_956_970)] = 64_000_000  # Pillow itself refuses images beyond its own limit
+    decode: Literal["auto", "pillow", "torchcodec", "device"] = "auto"
     shift: Annotated[float, Ge(0), Le(0.5)] = 0.125
     hflip: Annotated[float, Ge(0), Le(1)] = 0.0
     shuffle: bool | Literal["blocks"] = True

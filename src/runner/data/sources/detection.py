@@ -23,7 +23,7 @@ from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
 from runner.data.sources import listing
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import Decoding, read_image
+from runner.data.sources.image_io import Decoding
 
 OnError = Literal["raise", "skip"]
 
@@ -149,7 +149,7 @@ class DetectionImages(ImageFolder):
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
         """Read one image; raises `UserError`, which names the file, if it or its annotations cannot be used."""
         said = self._said(index)
-        return with_objects(read_image(said.path, None, 3, max_pixels=self.decoding.max_pixels), said, self._masks)
+        return with_objects(self.decoding.read(said.path), said, self._masks)
 
     def _said(self, index: int) -> Annotated:
         said = Annotated(**{**json.loads(self._texts.name(index)), "path": self.path(index)})

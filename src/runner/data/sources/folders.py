@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources import listing
-from runner.data.sources.image_io import Cut, Decoding, middle_square, read_image
+from runner.data.sources.image_io import Cut, Decoding, encoded_image, middle_square
 
 
 class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
@@ -29,12 +29,14 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
     Attributes:
         unsaved: indexes of the files of all splits that a run may keep, for later ones.
         indexed: whether there are such indexes.
+        defers: items have an `Encoded` instead of an image that a device may decode.
         targets: int64 (N,), or float32 (N, ...).
         classes: names of the classes; empty for regression.
     """
 
     unsaved: Sequence[tuple[listing.IndexFile, dict[str, Tensor]]] = ()
     indexed = False
+    defers = False
 
     def __init__(self, targets: Tensor, classes: Sequence[str], decoding: Decoding) -> None:
         self.targets, self.classes, self.decoding = targets, tuple(classes), decoding
@@ -57,10 +59,12 @@ class ImageList(Dataset[tuple[Tensor, int | Tensor]]):
         cut = functools.partial(middle_square, share=self.decoding.crop_share)
         return self.read_part(index, cut, self.decoding.image_size)
 
-    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Tensor, int | Tensor]:
+    def read_part(self, index: int, cut: Cut, size: int | None) -> tuple[Any, int | Tensor]:
         """Decode only the part `cut(height, width)` of an image, resized to a square, see `runner.data.transforms.crops`."""
         (path, content), target, decoding = self.encoded(index), self.targets[index], self.decoding
-        image = read_image(path, size, decoding.channels, cut, max_pixels=decoding.max_pixels, content=content)
+        image: Any = encoded_image(path, content, decoding, size, cut) if self.defers else None
+        if image is None:
+            image = decoding.read(path, content, size, cut)
         return image, target if target.is_floating_point() else int(target)
 
 

@@ -74,7 +74,7 @@ class ImageFiles(ImageFolder):
             problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
             raise UserError("input", problem, "train, val or test, a split of the data")
         try:
-            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels)
+            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels, data.decode)
         except ValueError as error:
             raise UserError("data.dataset", str(error)) from error
         super().__init__(paths, torch.zeros(len(paths), dtype=torch.int64), (), decoding)
@@ -93,8 +93,7 @@ class ImageFiles(ImageFolder):
         if self._cut is not None:
             cut, size = self._cut.region, self._cut.size
         path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
-        image = image_io.read_image(path, size, decoding.channels, cut, max_pixels=decoding.max_pixels, content=content)
-        return as_tensor(transformed(image, self._transforms))
+        return as_tensor(transformed(decoding.read(path, content, size, cut), self._transforms))
 
     def blank(self) -> Tensor:
         """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""
@@ -183,7 +182,7 @@ def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -
         problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
         raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
     channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
-    files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, max_pixels=data.max_pixels))
+    files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, data.decode))
     files.field = fields[0]
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
     made.workers = choose_num_workers(data.num_workers, count).workers

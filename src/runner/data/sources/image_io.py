@@ -2,7 +2,8 @@
 
 A JPEG that is much larger than the result is decoded at a half, a quarter or an eighth of its size, at a fraction of the
 cost. Everything is integer arithmetic: the same file, arguments and library versions give the same bits. Where torchcodec is
-installed, it decodes whole JPEGs, to the same pixels as Pillow in less time.
+installed, it decodes whole JPEGs, to the same pixels as Pillow in less time. `encoded_image` and `decoded` leave the decoding,
+cropping and resizing of JPEGs to a device.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.metadata
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +36,8 @@ Region = tuple[int, int, int, int]
 """Top, left, height and width of a part of an image, in pixels."""
 Cut = Callable[[int, int], Region]
 """Gives the part to read of an image of a given height and width."""
+Decode = Literal["auto", "pillow", "torchcodec", "device"]
+"""What decodes JPEGs, see `data.decode`."""
 
 _SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _FIRST_TO = {"LAB": "RGB", "La": "LA"}  # Pillow converts these to nothing else
@@ -50,6 +54,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 _ON_ITS_SIDE = (5, 6, 7, 8)
+_FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 6: (2,), 7: (1, 2), 8: (1,)}  # axes, once one on its side is transposed
 # Only decoders of pixels: Pillow goes by the content, whatever the name, and would hand PostScript to Ghostscript.
 # It opens an MPO, which cameras with two lenses write, as a JPEG.
 _AVIF = ("AVIF",) if "avif" in features.modules and features.check("avif") else ()
@@ -75,14 +80,16 @@ class Decoding:
         channels: 3 for RGB, 1 for grey.
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
+        decode: what decodes JPEGs, see `read_image`.
 
-    Raises `ValueError` if one is out of range.
+    Raises `ValueError` if one is out of range, `UserError` if there is no torchcodec that `decode` asks for.
     """
 
     image_size: int | None = None
     channels: Literal[1, 3] = 3
     crop_share: float = 1.0
     max_pixels: int = Data.max_pixels
+    decode: Decode = "auto"
 
     def __post_init__(self) -> None:
         if self.image_size is not None and self.image_size < 1:
@@ -91,11 +98,45 @@ class Decoding:
             raise ValueError(f"channels must be 1 or 3, got {self.channels}")
         if not 0 < self.crop_share <= 1:
             raise ValueError(f"crop_share must be above 0 and at most 1, got {self.crop_share}")
+        if self.decode == "torchcodec" and _torchcodec() is None:
+            problem = "is torchcodec, which is not installed, is older than 0.16 or was built for another torch"
+            raise UserError("data.decode", problem, "pip install 'runner[torchcodec]', or auto")
+
+    def read(
+        self,
+        path: Path | str,
+        content: bytes | Image.Image | None = None,
+        size: int | None = None,
+        cut: Cut = middle_square,
+    ) -> Tensor:
+        """`read_image` with the other settings."""
+        pixels, decode = self.max_pixels, self.decode
+        return read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
 
     def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """All that the pixels depend on besides the bytes of a file: settings, and versions of libraries."""
         libraries = torch.__version__, features.version("pil"), features.version("jpg")
-        return (DECODING, *dataclasses.astuple(self)), libraries
+        # All others give the same pixels on the host, and share caches
+        forced = ("torchcodec", importlib.metadata.version("torchcodec")) if self.decode == "torchcodec" else ()
+        return (DECODING, *dataclasses.astuple(self)[:-1], *forced), libraries
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A JPEG of three colours that is not decoded yet, and the part of it that becomes the image, see `decoded`.
+
+    Attributes:
+        content: the file.
+        turn: its Exif orientation.
+        region: the part of the upright image.
+        shape, dtype: of what it is resized to, (3, H, W).
+    """
+
+    content: bytes
+    turn: int
+    region: Region
+    shape: tuple[int, int, int]
+    dtype = torch.uint8
 
 
 def read_image(
@@ -106,6 +147,7 @@ def read_image(
     *,
     max_pixels: int = Data.max_pixels,
     content: bytes | Image.Image | None = None,
+    decode: Decode = "auto",
 ) -> Tensor:
     """Decode an image file: AVIF if Pillow has it, BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
@@ -118,23 +160,25 @@ def read_image(
         channels: 3 for RGB, 1 for grey.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
         content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
+        decode: pillow decodes all files with Pillow; torchcodec decodes whole JPEGs, those with torchcodec that need not be
+            turned; auto and device let torchcodec decode those of which it gives the same pixels in less time, if installed.
 
     Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
     or too large.
     """
     mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
     with _opened(path, content, max_pixels) as opened:
-        width, height = opened.size
         if opened.format not in _REDUCIBLE:
             opened.load()
-        turn = _orientation(opened)
-        if turn in _ON_ITS_SIDE:
-            width, height = height, width
+        turn, height, width = _upright(opened)
         region = cut(height, width) if image_size is not None else (0, 0, height, width)
-        reduction = _reduce(opened, mode, region, image_size)
+        forced = decode == "torchcodec" and opened.format in _REDUCIBLE
+        reduction = _reduce(opened, mode, region, None if forced else image_size)
         plain = reduction == 1 and turn not in _TURNS and opened.format == "JPEG" and opened.mode == mode == "RGB"
-        if plain and (decoded := _by_torchcodec(opened.fp)) is not None:
-            return decoded.contiguous() if image_size is None else resized(decoded, region, image_size)
+        # torchcodec turns an image by its own reading of the Exif orientation
+        usable = turn == 1 if forced else plain and decode != "pillow"
+        if usable and (whole := _by_torchcodec(opened.fp, "RGB" if channels == 3 else "GRAY")) is not None:
+            return whole.contiguous() if image_size is None else resized(whole, region, image_size)
         opened.load()
         image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
         top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
@@ -144,6 +188,52 @@ def read_image(
         pixels = torch.from_numpy(np.array(image))
     planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
     return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
+
+
+def encoded_image(
+    path: Path | str, content: bytes | None, decoding: Decoding, image_size: int | None, cut: Cut
+) -> Encoded | None:
+    """A JPEG as `read_image` would decode it; None for files that a device need not decode to the same image, or not at all.
+
+    Raises `UserError` as `read_image`; `cut` is not called for None.
+    """
+    with _opened(path, content, decoding.max_pixels) as opened:
+        colours = (opened.format, opened.mode, decoding.channels) == ("JPEG", "RGB", 3)
+        if not colours or opened.info.get("adobe_transform") == 0:  # a device would take this RGB for YCbCr
+            return None
+        opened.fp.seek(0)
+        whole = opened.fp.read()
+        if not whole.endswith(b"\xff\xd9"):  # a device need not notice that the end of a file is missing
+            return None
+        turn, height, width = _upright(opened)
+        region = cut(height, width) if image_size is not None else (0, 0, height, width)
+        size = region[2:] if image_size is None else (image_size, image_size)
+        return Encoded(whole, turn, region, (3, *size))
+
+
+def decoded(images: Sequence[Encoded], device: torch.device) -> list[Tensor | None]:
+    """The images, uint8 (3, height, width) on the device, by nvJPEG on CUDA; None for those that it cannot decode.
+
+    The pixels of an image do not depend on the others.
+    """
+    from torchvision.io import decode_jpeg  # takes a second, and few runs need it
+
+    contents = [torch.frombuffer(bytearray(image.content), dtype=torch.uint8) for image in images]
+    try:
+        every = decode_jpeg(contents, mode="RGB", device=device)
+        return [_part(image, whole) for image, whole in zip(images, every, strict=True)]
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except RuntimeError:  # of one of them, whichever; CUDA also refuses to make an image very much smaller
+        return [None] if len(images) == 1 else [each for image in images for each in decoded([image], device)]
+
+
+def _part(image: Encoded, whole: Tensor) -> Tensor:
+    upright = whole.transpose(1, 2) if image.turn in _ON_ITS_SIDE else whole
+    upright = upright.flip(_FLIPPED[image.turn]) if image.turn in _FLIPPED else upright
+    top, left, rows, columns = image.region
+    part = upright[:, top : top + rows, left : left + columns].float()  # CUDA resizes no bytes
+    return resized(part, (0, 0, rows, columns), image.shape[1:]).round_().to(torch.uint8)
 
 
 def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: bytes | None = None) -> Tensor:
@@ -233,10 +323,17 @@ def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tenso
 
 
 def _orientation(image: Image.Image) -> int:
+    """The number in the metadata, 1 without one; 0 if it cannot be read."""
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # damaged metadata do not make the image unusable
-        return 1
+        return 0
+
+
+def _upright(opened: Any) -> tuple[int, int, int]:
+    """The orientation, and the height and width of the upright image."""
+    turn, (width, height) = _orientation(opened), opened.size
+    return (turn, width, height) if turn in _ON_ITS_SIDE else (turn, height, width)
 
 
 def _reduce(opened: Any, mode: Literal["RGB", "L"], region: Region, image_size: int | None) -> int:
@@ -250,13 +347,13 @@ def _reduce(opened: Any, mode: Literal["RGB", "L"], region: Region, image_size: 
     return reduction
 
 
-def _by_torchcodec(file: Any) -> Tensor | None:
-    """The pixels of a JPEG (3, H, W), or None without torchcodec and if it fails: then Pillow fails too, and says why."""
+def _by_torchcodec(file: Any, mode: Literal["RGB", "GRAY"]) -> Tensor | None:
+    """The pixels of a JPEG (C, H, W), or None without torchcodec and if it fails: then Pillow fails too, and says why."""
     if (decode := _torchcodec()) is None:
         return None
     file.seek(0)
     try:
-        pixels: Tensor = decode(file.read(), mode="RGB")
+        pixels: Tensor = decode(file.read(), mode=mode)
     except RuntimeError:
         return None
     return pixels

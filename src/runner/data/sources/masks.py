@@ -33,17 +33,17 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
     ) -> None:
         self.classes, self._values, self.decoding = tuple(classes), values, decoding
         files, zeros = zip(*pairs, strict=True), [0] * len(pairs)
-        self._images, self._masks = (ImageFolder(paths, zeros, (), decoding) for paths in files)
+        self.images, self._masks = (ImageFolder(paths, zeros, (), decoding) for paths in files)
 
     def path(self, index: int) -> Path:
         """The image file of item `index`."""
-        return self._images.path(index)
+        return self.images.path(index)
 
     def __len__(self) -> int:
-        return len(self._images)
+        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        return with_mask(self._images[index][0], self.mask(index), self.path(index), self._masks.path(index))
+        return with_mask(self.images[index][0], self.mask(index), self.path(index), self._masks.path(index))
 
     def mask(self, index: int) -> Tensor:
         """The class numbers of item `index`, (H, W)."""
@@ -51,7 +51,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
 
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
-        return f"{self._images.fingerprint()} {self._masks.fingerprint()} {self._values}"
+        return f"{self.images.fingerprint()} {self._masks.fingerprint()} {self._values}"
 
 
 def with_mask(image: Tensor, mask: Tensor, path: Path | str, mask_path: Path | str) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
 from runner.data.sources.detection import with_objects
 from runner.data.sources.folders import ImageList
-from runner.data.sources.image_io import Decoding, read_image, read_mask
+from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import IndexFile, check_names, times_of
 from runner.data.sources.masks import refuse_ignored, with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
@@ -124,7 +124,7 @@ class TargetShards(Shards):
         """Read one sample; raises `UserError` as `encoded`, and if the image or mask cannot be used."""
         name, content = self.encoded(index)
         files, pixels = read_files(content, self._target), self.decoding.max_pixels
-        image = read_image(name, None, self.decoding.channels, max_pixels=pixels, content=files[0])
+        image = self.decoding.read(name, files[0])
         if self._target == "mask":
             return with_mask(image, read_mask(name, max_pixels=pixels, content=files[1]), name, name)
         return with_objects(image, *objects_of(files[1], name, index))
