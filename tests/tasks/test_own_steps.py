@@ -271,7 +271,7 @@ def test_frames_are_normalised_by_their_channels_and_drawn(
             "task._target_",
             "does not take modules and batch and progress",
         ),
-        ((*BOXES, "task._target_=own_steps.StepNumber"), "task._target_", "after_step(self, modules, [progress])"),
+        ((*BOXES, "task._target_=own_steps.StepNumber"), "task._target_", "after_step(self, modules[, progress])"),
         ((*PAIRS, "loss=none"), "task", "training_step"),
     ],
 )
