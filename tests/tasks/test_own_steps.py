@@ -206,6 +206,8 @@ def test_a_number_of_classes_that_no_task_asks_for_is_only_given_to_new_models_t
         assert {name.partition(".")[0] for name in weights if name.endswith(".weight")} == layers
         found = printed("eval", f"ckpt_path={result.directory}", "split=test")
         assert found["metrics"]["loss"] == result.summary["test"]["loss"]
+        # The same words again, which do not have the number that the run stored
+        assert train(*words, f"ckpt_path={result.directory}", "epochs=2").summary["status"] == "finished"
     assert weights["2.weight"].shape == (10, 12)
     # Checkpoints from before have no number, and were made without one
     config: Any = SimpleNamespace(model={"_target_": "own_steps.Numbered"})

@@ -214,7 +214,8 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
     for section, names in FACTS.items():
         before, after = _section(original, section), _section(values, section)
         if same(section):
-            after |= {name: before.get(name) for name in names if name in after and after[name] is None}
+            kept = [name for name in names if name in after or (section == "model" and before.get(name) is not None)]
+            after |= {name: before.get(name) for name in kept if after.get(name) is None}
     before, after = _section(original, "data.split"), _section(values, "data.split")
     if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
         after["test"] = before.get("test")

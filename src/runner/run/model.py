@@ -67,9 +67,11 @@ def build_task_model_loss(
     config = with_changes(config, {"task": _filled_task(config, data)})
     task = build_task(config, data, fetch_weights)
     statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
-    filled = _filled(config.model, _model_facts(_stated_outputs(task, data), data))
+    stated = _stated_outputs(task, data)
+    filled = _filled(config.model, _model_facts(stated, data))
     # Only by the config of a new run, as models of older checkpoints got None, which one that is None by default still gets
-    asks = fetch_weights and filled.get("num_classes") is None and names_argument(filled, "num_classes")
+    unknown = fetch_weights and not stated and filled.get("num_classes") is None
+    asks = unknown and names_argument(filled, "num_classes")
     filled |= {"num_classes": task.outputs(data.classes) or None} if asks and asks.default is not None else {}
     config = with_changes(config, statistics | {"model": filled})
     model = build_model(config, task, data, lambda: example_input(data).cpu().float(), fetch_weights)
