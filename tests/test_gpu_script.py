@@ -29,10 +29,10 @@ def test_without_a_gpu_it_lists_its_parts(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("words", "rows"),
     [
-        (("jpeg",), 1),
         *(
             pytest.param(words, rows, marks=pytest.mark.extended, id=words[0])
             for words, rows in (
+                (("jpeg",), 1),
                 (("bits",), 6), (("recipe",), 2), (("steps", "--only", "mlp", "resnet50", "vit_tiny"), 3), (("compile",), 2),
                 (("steps", "--only", "faster_rcnn", "deeplab"), 2), (("cifar10",), 2), (("tests",), 1),
             )
@@ -208,6 +208,7 @@ def test_launches_kernels_gaps_and_waits_are_those_of_the_steps() -> None:
     assert gpu.of_trace(calls) == {"why": "the trace has no steps"}
 
 
+@pytest.mark.extended
 def test_both_trainings_of_cifar10_are_read(tmp_path: Path) -> None:
     lines = [
         "|  run     |  epoch  |  train_acc  |  val_acc  |  tta_val_acc  |  time_seconds  |",

@@ -107,7 +107,7 @@ def test_tensorboard_shows_samples_of_a_resumed_run_once(train: Callable[..., An
     assert [event.step for event in found.Tensors("sample/___found/text_summary")] == [2, 4, 4, 6, 8]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", some(["ddp", "fsdp"], 0))
 def test_several_ranks_write_samples_once_and_train_to_the_same_bits(
     train: Callable[..., Any], accepted: Any, strategy: str
 ) -> None:

@@ -30,11 +30,14 @@ def schemas() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def errors() -> Callable[[str, str], list[str]]:
     """What the schema of a primary config or group says about a text of YAML."""
+    validators: dict[str, Draft7Validator] = {}
 
     def look(name: str, text: str) -> list[str]:
-        Draft7Validator.check_schema(schemas()[name])
+        if name not in validators:
+            Draft7Validator.check_schema(schemas()[name])
+            validators[name] = Draft7Validator(schemas()[name])
         values = yaml.load(text, Loader=get_yaml_loader()) or {}
-        return [error.message for error in Draft7Validator(schemas()[name]).iter_errors(values)]
+        return [error.message for error in validators[name].iter_errors(values)]
 
     return look
 
