@@ -103,6 +103,9 @@ def folder(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     step = "class T(T):\n    def training_step(self): ...\n"
     (workdir / "named.py").write_text(f"from other import T, model\nclass Views: ...\ndata = Views\n{step}")
     (workdir / "both.py").write_text(f"from other import T\nclass A: ...\nclass B: ...\ndata, model = A, B\n{step}")
+    (workdir / "typed.py").write_text(
+        f"from other import T, A\ndefaults: list[str] = ['epochs=2']\nmodel: type = A\n{step}"
+    )
     defaults = 'defaults = ["optimizer=sgd", "optimizer.lr=1", "epochs=2", "loss=mse", "~scheduler"]\n'
     (workdir / "short_of.py").write_text(f"from other import T\n{defaults}{step}")
     (workdir / "wrong.py").write_text(f"defaults = {{'epochs': 2}}\n{step}")
@@ -143,6 +146,8 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
     (["ckpt_path=last", "task=one.py"], "ckpt_path=last task._target_=one.B name=one trust=[one]"),
     (["task=both.py"], "task=null task._target_=both.T name=both trust=[both] loss=none model=null model._target_=both.model "
      "data=own data.dataset._target_=both.data transform=none data.images=[]"),
+    (["task=typed.py"], "task=null task._target_=typed.T name=typed trust=[typed] loss=none model=null "
+     "model._target_=typed.model epochs=2"),
     (["task=short_of.py", "epochs=3"], "task=null task._target_=short_of.T name=short_of trust=[short_of] "
      "optimizer=sgd optimizer.lr=1 loss=mse ~scheduler epochs=3"),
     (["task=short_of.py", "optimizer=adam"], "task=null task._target_=short_of.T name=short_of trust=[short_of] "

@@ -106,7 +106,10 @@ def test_copied_and_new_options_name_their_schema(accepted: Callable[..., Any], 
     assert "yaml-language-server" not in described
 
 
-def test_the_program_prints_the_schema(accepted: Callable[..., Any], rejected: Callable[..., Any]) -> None:
+def test_the_program_prints_the_schema(
+    accepted: Callable[..., Any], rejected: Callable[..., Any], workdir: Path
+) -> None:
+    Path("train").mkdir()  # which is not a folder of options
     assert json.loads(accepted("show", "--schema").out) == schemas()["train"]
     assert json.loads(accepted("show", "--schema", "loss").out) == schemas()["loss"]
     assert "loss" in rejected("show", "--schema", "los").err

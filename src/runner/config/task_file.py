@@ -56,7 +56,7 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
     top = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     # Other names of functions and classes: `data = Views`, and `from my_data import data`
     top |= {each.asname or each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names}
-    assigned = dict(pair for node in tree.body if isinstance(node, ast.Assign) for pair in _assigned(node))
+    assigned = dict(pair for node in tree.body for pair in _assigned(node))
     top |= assigned.keys()
     # Who names the file runs it; a checkpoint has everything else
     written = {"task._target_": f"{module}.{name}", "name": file.stem, "trust": f"[{module.split('.')[0]}]"}
@@ -81,7 +81,7 @@ def _written_out(file: Path, name: str | None, words: Sequence[str]) -> list[str
 
 def _words(value: ast.expr, file: Path) -> list[str]:
     """The words of `defaults = [...]`, which those of the command replace."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, TypeError):
         if isinstance(words := ast.literal_eval(value), list | tuple) and all(isinstance(word, str) for word in words):
             return [*words]
     raise UserError(
@@ -89,9 +89,11 @@ def _words(value: ast.expr, file: Path) -> list[str]:
     )
 
 
-def _assigned(node: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
-    """The names that an assignment sets, with their values: also `data, model = Views, Net`."""
-    for place in node.targets:
+def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    """The names that a statement assigns, with their values: also `data, model = Views, Net`, and with annotations."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign) or node.value is None:
+        return
+    for place in node.targets if isinstance(node, ast.Assign) else [node.target]:
         several = isinstance(place, ast.Tuple) and isinstance(node.value, ast.Tuple)
         pairs = zip(place.elts, node.value.elts, strict=False) if several else [(place, node.value)]  # type: ignore[attr-defined]
         yield from ((ast.unparse(name), value) for name, value in pairs)

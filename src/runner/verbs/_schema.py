@@ -54,9 +54,8 @@ def json_schemas(names: Sequence[str], sources: Sources, comments: Mapping[tuple
         if name in options and not all(option.is_global for option in options[name]):
             for part in name.split("/"):  # a section that the schema does not have may hold anything
                 schema = schema.get("properties", {}).get(part, {})
-            schema = next(
-                iter(schema.get("anyOf", [schema]))
-            )  # null and interpolations are for the key, not for a file
+            # Null and interpolations are for the key, not for a file
+            schema = next(iter(schema.get("anyOf", [schema])))
         properties = schema.get("properties", {}) | _OF_HYDRA
         schemas[name] = {"$schema": "http://json-schema.org/draft-07/schema#", **schema, "properties": properties}
     return schemas

@@ -98,7 +98,7 @@ def _show_schemas(argv: Sequence[str]) -> int:
     name, *others = words or ["train"]
     if others:
         raise UserError("show", f"--schema is for one config, group or folder, and not for {' '.join(words)}", name)
-    folder = Path(name) if name not in sources.groups() and Path(name).is_dir() else None
+    folder = Path(name) if name not in (*VERBS, *sources.groups()) and Path(name).is_dir() else None
     if folder is not None:
         sources = Sources([*sources.extra, folder])
     elif not (name in VERBS and VERBS[name].takes_config):
