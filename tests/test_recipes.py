@@ -42,6 +42,27 @@ _DEEPLAB |= {"scheduler.name": "PolynomialLR", "power": 0.9, "scheduler.interval
 _DEEPLAB |= {"scales": [0.5, 2.0], "task.aux_weight": 0.4, "sync_batchnorm": True, "data.hflip": 0.5}
 _VOC = _SGD | {"optimizer.lr": 0.01, "optimizer.weight_decay": 1e-4, "data.batch_size": 8 * 2, "epochs": 4 * 3}
 _VOC |= {"scheduler.every": 3 * 3, "scheduler.gamma": 0.1, "min_size": 600, "max_size": 1000, "hflip": 0.5}
+_SMP = {
+    "optimizer._target_": "torch.optim.Adam",
+    "optimizer.lr": 2e-4,
+    "optimizer.weight_decay": 0,
+    "model.name": "fpn",
+}
+_SMP |= {
+    "scheduler._target_": "runner.optim.schedules.Cosine",
+    "scheduler.final": 1e-5 / 2e-4,
+    "loss.name": "DiceLoss",
+}
+_SMP |= {"loss._target_": "runner.optim.losses.smp_loss", "model.encoder_weights": "imagenet"}
+_PETS = _SMP | {
+    "model.encoder": "resnet34",
+    "epochs": 10,
+    "data.batch_size": 64,
+    "sides": [256, 256],
+    "classes": [1],
+}
+_CAMVID = _SMP | {"model.encoder": "resnext50_32x4d", "epochs": 50, "data.batch_size": 32, "cut": 320, "hflip": 0.5}
+_CAMVID |= {"translate": [0.1, 0.1], "scale": [0.5, 1.5], "padding": [0, (384 - 360) // 2]}
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "imagenet_resnet50_v1": (_TORCHVISION, _V1),
     "imagenet_resnet50_v2": (_TORCHVISION, _V2),
@@ -52,6 +73,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "imagenet_resnet18_88ep": (_FFCV, _R18 | {"epochs": 88, "begin": 65, "end": 76}),
     "imagenet_deit_small": ("Touvron et al. 2021, arXiv:2012.12877, table 9", _DEIT),
     "voc_deeplabv3": ("MMSegmentation, deeplabv3_r50-d8_4xb4-20k_voc12aug-512x512", _DEEPLAB),
+    "pets_fpn": ("segmentation_models.pytorch, examples/binary_segmentation_intro.ipynb", _PETS),
+    "camvid_fpn": ("segmentation_models.pytorch, examples/camvid_segmentation_multiclass.ipynb", _CAMVID),
     "voc_faster_rcnn": ("MMDetection, faster-rcnn_r50_fpn_1x_voc0712", _VOC),
 }
 """Source and hyper-parameters of each experiment."""
@@ -76,16 +99,23 @@ def _described(values: Any) -> dict[str, Any]:
         "p": parts.get("RandAugment", {}).get("p", 1.0),
         "magnitude": parts.get("RandAugment", {}).get("magnitude", 0) / 30 * 10,  # of 10, in timm
         "warmup_epochs": values["scheduler"].get("warmup", 0) * (values["epochs"] or 0),
+        "sides": parts.get("Resize", {}).get("size"),
+        "cut": parts.get("RandomCrop", {}).get("size"),
+        "padding": parts.get("Pad", {}).get("padding"),
+        **{key: parts.get("RandomAffine", {}).get(key) for key in ("translate", "scale")},
         "of_newest": 1 - (values["ema"] or 0),
         **parts.get("GrowingSize", {}),
         **(values["model"].get("options") or {}),
+        **(values["loss"].get("options") or {}),
         **(values["scheduler"].get("options") or {}),
     }
     sections = ("optimizer", "scheduler", "loss", "data", "model", "task")
     return found | values | {f"{name}.{key}": value for name in sections for key, value in values[name].items()}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs("smp") if "fpn" in name else ()) for name in PUBLISHED]
+)
 def test_the_hyper_parameters_are_those_of_the_source(name: str, compose: Any) -> None:
     source, published = PUBLISHED[name]
     found = _described(compose(f"experiment={name}", "data.root=images").values)
@@ -135,3 +165,33 @@ def test_it_trains_and_a_resumed_run_ends_with_the_same_bits(name: str, photogra
     assert resumed.summary["global_step"] == 5
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     assert set(resumed.summary["test"]) >= {"loss", "accuracy"}
+
+
+@needs("smp")
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:.*parameter 'mode' is for deprecation:DeprecationWarning")
+def test_recipes_of_segmentation_train_on_data_as_it_is_published(workdir: Path, train: Any, json_of: Any) -> None:
+    # Oxford pets: 1 is the animal, 2 the ground, 3 the outline
+    pets = workdir / "data" / "oxford-iiit-pet"
+    (pets / "annotations" / "trimaps").mkdir(parents=True)
+    (pets / "images").mkdir()
+    lines = [f"Cat_{number} 1 1 1\n" for number in range(20)]
+    for part in ("trainval", "test"):
+        (pets / "annotations" / f"{part}.txt").write_text("".join(lines))
+    streets = workdir / "camvid"
+    for number in range(20):
+        values = torch.randint(1, 4, (40, 60), dtype=torch.uint8).numpy()
+        Image.fromarray(values * 60).convert("RGB").save(pets / "images" / f"Cat_{number}.jpg")
+        Image.fromarray(values).save(pets / "annotations" / "trimaps" / f"Cat_{number}.png")
+    for split in ("train", "val", "test"):
+        for kind in ("images", "masks"):
+            (streets / split / kind).mkdir(parents=True)
+        values = torch.randint(0, 12, (360, 480), dtype=torch.uint8).numpy()
+        Image.fromarray(values * 20).convert("RGB").save(streets / split / "images" / "0.png")
+        Image.fromarray(values).save(streets / split / "masks" / "0.png")
+    small = ("model.encoder=resnet18", "model.encoder_weights=null", "max_steps=1", "epochs=null", "threads=1")
+    animal = train("experiment=pets_fpn", "data.root=data", "data.batch_size=2", *small)
+    assert {"miou", "pixel_accuracy"} <= {*animal.summary["test"]}
+    street = train("experiment=camvid_fpn", "data.root=camvid", "data.batch_size=1", *small)
+    found = json_of("eval", f"ckpt_path={street.directory}", "split=test", "threads=1")
+    assert len(found["per_label"]) == 12

@@ -16,7 +16,7 @@ from small_loaders import ARRAYS, PART
 from torch import Tensor
 
 from runner.data import sampler as module
-from runner.data.sampler import LISTED, BalancedOrder, ClassBalance, EpochOrder, sample_of
+from runner.data.sampler import LISTED, BalancedOrder, ClassBalance, EpochOrder, RepeatFactors, sample_of
 
 seeds = st.integers(0, 2**63 - 1)
 SMALL, LARGE = 1000, LISTED + 1
@@ -224,9 +224,23 @@ def test_every_class_and_every_sample_of_a_class_is_drawn_equally_often() -> Non
     assert len({tuple(each.tolist()) for each in order}) == 60, "another order in every epoch"
 
 
-def test_a_slice_is_known_without_the_rest_and_follows_the_seed() -> None:
-    whole = BalancedOrder(BALANCE, 5, 2).slice(0, 45)
-    assert torch.equal(BalancedOrder(BALANCE, 5, 2).slice(17, 30), whole[17:30])
-    assert torch.equal(BalancedOrder(BALANCE, 5, 2).slice(40, 99), whole[40:])
-    assert len(BalancedOrder(BALANCE, 5, 2).slice(50, 60)) == 0
-    assert not torch.equal(BalancedOrder(BALANCE, 6, 2).slice(0, 45), whole)
+def test_an_image_with_a_rare_class_is_drawn_more_often_by_the_root_of_its_share() -> None:
+    images = [[0]] * 900 + [[0, 1]] * 64 + [[1, 2, 2]] * 16 + [[]] * 20
+    order = [sample_of(BalancedOrder(RepeatFactors(images), 1, epoch).slice(0, 1000)) for epoch in range(200)]
+    found = torch.bincount(torch.cat(order), minlength=1000).double()
+    shares = torch.tensor([0.964] * 900 + [0.08] * 64 + [0.016] * 16 + [1.0] * 20, dtype=torch.float64)
+    expected = 200_000 * shares.rsqrt() / shares.rsqrt().sum()
+    # Of each image within five standard deviations, and of each group within four
+    assert ((found - expected).abs() < 5 * expected.sqrt()).all()
+    for group in ((0, 900), (900, 964), (964, 980), (980, 1000)):
+        total = expected[slice(*group)].sum()
+        assert abs(found[slice(*group)].sum() - total) < 4 * total.sqrt()
+
+
+@pytest.mark.parametrize("balance", [BALANCE, RepeatFactors([[0]] * 40 + [[0, 1]] * 4 + [[]])])
+def test_a_slice_is_known_without_the_rest_and_follows_the_seed(balance: ClassBalance | RepeatFactors) -> None:
+    whole = BalancedOrder(balance, 5, 2).slice(0, 45)
+    assert torch.equal(BalancedOrder(balance, 5, 2).slice(17, 30), whole[17:30])
+    assert torch.equal(BalancedOrder(balance, 5, 2).slice(40, 99), whole[40:])
+    assert len(BalancedOrder(balance, 5, 2).slice(50, 60)) == 0
+    assert not torch.equal(BalancedOrder(balance, 6, 2).slice(0, 45), whole)

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from extras import needs
+from read_splits import read_words
 
+from runner.data.sampler import sample_of
 from runner.tasks.detection import Detection
 
 pytestmark = needs("detection")
@@ -144,6 +146,20 @@ def test_a_detector_trains_logs_its_losses_and_is_evaluated_for_each_class(
     assert set(record["metrics"]) == {"map", "map_50", "map_75"}
     assert set(record["per_label"]) == set(drawn_objects.NAMES)
     assert set(record["per_label"]["tall"]) == {"map", "map_50", "map_75"}
+
+
+def test_images_with_rare_boxes_are_drawn_more_often(compose: Any, drawn: Path) -> None:
+    file = drawn / "train.json"
+    said = json.loads(file.read_text())
+    first = said["images"][1]["id"]
+    kept = [each for each in said["annotations"] if each["image_id"] == first or each["category_id"] != 7]
+    file.write_text(json.dumps(said | {"annotations": kept}))
+    assert {each["category_id"] for each in kept if each["image_id"] == first} == {3, 7}
+    loader = read_words(compose, *TINY, "data.sampler=balanced").train.loader
+    order = torch.cat([sample_of(loader.draws(epoch).slice(0, 6)) for epoch in range(2000)])
+    # 7 is in one image of six, and 3 in this and in two others
+    weights = torch.tensor([1, 6**0.5, 2**0.5, 1, 2**0.5, 1])
+    torch.testing.assert_close(torch.bincount(order) / 12_000, weights / weights.sum(), rtol=0, atol=0.02)
 
 
 def test_two_ranks_find_what_one_process_finds(train: Callable[..., Any]) -> None:

@@ -239,7 +239,7 @@ def test_frames_are_normalised_by_their_channels_and_drawn(
     [
         ((*VECTORS, "transform=standard"), "transform.train", "(image, target)"),
         ((*VECTORS, "data.images=null", COLLATE, "data.collate._partial_=true"), "data.collate", "(image, target)"),
-        ((*VECTORS, "data.sampler=balanced"), "data.sampler", "(image, target)"),
+        ((*VECTORS, "data.sampler=balanced"), "data.sampler", "classes_of(index)"),
         ((*BOXES, "data.images=[picture]"), "data.images", "'picture'"),
         ((*BOXES, "data.images=[name]"), "data.images", "'name'"),
         ((*PAIRS, "data.images=['-1']"), "data.images", "'-1'"),

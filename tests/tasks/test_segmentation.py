@@ -13,6 +13,9 @@ import torch
 from drawn_masks import CLASSES, MODEL, draw
 from extended import some
 from PIL import Image
+from read_splits import read_words
+
+from runner.data.sampler import sample_of
 
 TINY = (
     "experiment=segmentation", "data.root=shapes", "data.image_size=24", "model=small_cnn", "~model.width",
@@ -208,6 +211,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object] | None, str, str, tuple[str, ..
     "black and white": (white, "", "data.dataset.values", ("0 and 255",)),
     "values": (white, "data.dataset.values=[0,255]", "data.dataset.values", ("3 classes",)),
     "values twice": (white, "data.dataset.values=[0,255,255]", "data.dataset.values", ("cannot be [0, 255, 255]",)),
+    "value of two classes": (white, "data.dataset.values=[0,[255,0],9]", "data.dataset.values", ("cannot be [0, [255, 0], 9]",)),
+    "no value": (white, "data.dataset.values=[0,[],9]", "data.dataset.values", ("cannot be [0, [], 9]",)),
     "all ignored": (ignored, "", "data.dataset.values", ("only the values 255",)),
     "val ignored": (lambda root: ignored(root, "val"), "", "", ("the weight of every batch is 0",)),
     "all of no class": (None, "data.dataset.values=[7,8,9]", "data.dataset.values", ("only the values 255",)),
@@ -246,6 +251,37 @@ def test_black_and_white_masks_and_splits_by_fractions(train: Callable[..., Any]
     result = train(*TINY, *words, "data.root=shapes/train", "epochs=1")
     assert "2 classes" in result.err + result.out
     assert "6 val" in result.err + result.out
+
+
+def test_a_class_may_have_several_values(compose: Any) -> None:
+    words = (*TINY, "data.dataset.classes=[ground,shape]", "transform=none")
+    changed = (*words, "data.dataset.values=[0,[2,1]]")
+    plain, joined = (read_words(compose, *each).parts["train"][0] for each in ((*TINY, "transform=none"), changed))
+    values, seen = torch.full((256,), 255), set[int]()
+    values[:3] = torch.tensor([0, 1, 1])
+    for (_, before), (_, after) in zip(plain, joined, strict=True):
+        assert torch.equal(after.long(), values[before.long()])
+        seen |= {*before.unique().tolist()}
+    assert seen == {0, 1, 2, 255}
+
+
+def test_images_with_rare_classes_are_drawn_more_often(train: Callable[..., Any], shapes: Path, compose: Any) -> None:
+    for path in sorted((shapes / "train" / "masks").iterdir())[2:]:  # squares in two images alone
+        mask = np.array(Image.open(path))
+        Image.fromarray(np.where(mask == 2, 0, mask)).save(path)
+    words = (*TINY, "data.sampler=balanced")
+    loader = read_words(compose, *words).train.loader
+    drawn = torch.cat([sample_of(loader.draws(epoch).slice(0, 20)) for epoch in range(500)])
+    shown = [{*np.unique(Image.open(path))} - {255} for path in sorted((shapes / "train" / "masks").iterdir())]
+    counts = {number: sum(number in each for each in shown) for number in range(3)}
+    assert counts[2] == 2
+    weights = torch.tensor([max(((20 / counts[each]) ** 0.5 for each in some), default=1) for some in shown])
+    # The standard deviation of a share of 10,000 draws is at most 0.005
+    torch.testing.assert_close(torch.bincount(drawn) / 10_000, weights / weights.sum(), rtol=0, atol=0.02)
+    whole, stopped = train(*words), train(*words, "max_steps=1", "scheduler.total_steps=null")
+    assert "images of rare classes up to 3.16 times as often" in whole.out
+    resumed = train(f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
 def test_mask_and_image_move_together_and_only_the_image_changes_its_colours() -> None:
@@ -334,6 +370,19 @@ def test_another_loss_and_another_metric(train: Callable[..., Any]) -> None:
     torch_loss = ("loss=none", "loss._target_=torch.nn.CrossEntropyLoss")
     given = train(*TINY, *torch_loss, "epochs=1").summary["last"]["loss"]
     assert given == pytest.approx(train(*TINY, "epochs=1").summary["last"]["loss"], rel=1e-4)
+
+
+@pytest.mark.extra(name="smp")
+def test_losses_of_smp_train(train: Callable[..., Any], printed: Any, refused: Callable[..., None]) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    words = (*TINY, "loss=smp", "epochs=1")
+    result = train(*words, "loss.options={classes: [1, 2]}")
+    loss, same = (train(*words, *each).summary["last"]["loss"] for each in ((), ("loss.name=DiceLoss",)))
+    # Without the background there is another loss; pixels of 255 do not count
+    assert loss == same != result.summary["last"]["loss"]
+    assert printed("eval", f"ckpt_path={result.directory}", "split=val")["metrics"]["loss"] > 0
+    refused((*words, "loss.name=DiceLos"), "loss.name", "DiceLoss")
+    refused((*words, "loss.options={widht: 1}"), "loss.options", "widht")
 
 
 def test_a_checkpoint_of_a_data_set_that_is_gone_still_knows_its_classes(

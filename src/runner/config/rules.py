@@ -208,7 +208,6 @@ def _of_samples(config: Train) -> Broken:
             yield f"transform.{name}", only, "transform=none, and transforms of whole samples in transform.sample_train"
     for key, given, allowed in (
         ("data.cache", data.cache is not None, "null"),
-        ("data.sampler", data.sampler is not None, "null"),
         ("data.decode", data.decode == "device", "auto, pillow or torchcodec"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
         ("freeze", ALL_BUT_HEAD in str(freeze), "name patterns, or null"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.data.module import DataModule, make_callable, read_datasets
 from runner.data.placement import place
-from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, block_ends
+from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, RepeatFactors, block_ends
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.listing import in_two_splits
@@ -69,10 +70,14 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     loader = made.train.loader
     # Balanced sampling is only for training: evaluations count every sample once
     if data.sampler == "balanced":
-        balance = _balance(made.targets.get("train"), train_indices, len(made.classes))
-        loader.draws, sizes = functools.partial(BalancedOrder, balance, config.seed), balance.sizes
-        amounts = f"{int(sizes.min()):,} to {int(sizes.max()):,} samples"
-        made.choices.append(("sampler", "balanced", f"{len(sizes)} classes of {amounts}, each drawn equally often"))
+        balance = _balance(made, train_indices)
+        loader.draws = functools.partial(BalancedOrder, balance, config.seed)
+        if isinstance(balance, RepeatFactors):
+            how = f"images of rare classes up to {balance.factors.max() / balance.factors.min():.3g} times as often"
+        else:
+            amounts = f"{int(balance.sizes.min()):,} to {int(balance.sizes.max()):,} samples"
+            how = f"{len(balance.sizes)} classes of {amounts}, each drawn equally often"
+        made.choices.append(("sampler", "balanced", how))
     if made.ends is not None:
         loader.draws = functools.partial(BlockOrder, made.ends, data.shuffle_window, config.seed)
     elif data.shuffle_window != Data.shuffle_window:
@@ -132,12 +137,20 @@ def _files_listed_twice(parts: Parts) -> list[str]:
     return warnings + [f"data.dataset: {each}; list each file for one split" for each in in_two_splits("file", files)]
 
 
-def _balance(targets: Tensor | None, indices: Indices, classes: int) -> ClassBalance:
-    """The samples of the training split by class; raises `UserError` if it has none, or they are not known."""
+def _balance(made: DataModule, indices: Indices) -> ClassBalance | RepeatFactors:
+    """How likely each training sample is by its classes; raises `UserError` if it has none, or they are not known."""
+    if (classes_of := getattr(made.parts["train"][0], "classes_of", None)) is not None:
+        shown = list[list[int]]()
+        for index in indices[:].tolist():
+            shown.append([])
+            with contextlib.suppress(UserError):  # said, or skipped, when it is used
+                shown[-1] = classes_of(index)
+        return RepeatFactors(shown)
+    targets, classes = made.targets.get("train"), len(made.classes)
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
         unknown = "the classes of the training samples are not known without reading them"
         why = unknown if targets is None and classes else "the targets are not one class per sample"
-        allowed = "null, or data with an attribute targets, one class per sample"
+        allowed = "null, or data with an attribute targets, one class per sample, or a method classes_of(index)"
         raise UserError("data.sampler", f"is balanced, and {why}", allowed)
     # A number outside of the classes is named with its sample by the task
     return ClassBalance(targets[indices[:]].clamp(0, classes - 1))

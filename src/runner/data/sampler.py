@@ -7,9 +7,11 @@ where an epoch is entered.
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -194,31 +196,58 @@ class ClassBalance:
 
     def __init__(self, classes: Tensor) -> None:
         sizes = torch.bincount(classes)
-        self.sizes = sizes[sizes > 0].numpy().astype(np.uint64)
-        self.starts = np.cumsum(self.sizes) - self.sizes
-        self.members = torch.sort(classes, stable=True).indices.numpy()
+        self.samples, self.sizes = len(classes), sizes[sizes > 0].numpy().astype(np.uint64)
+        self._starts = np.cumsum(self.sizes) - self.sizes
+        self._members = torch.sort(classes, stable=True).indices.numpy()
+
+    def drawn(self, bits: np.ndarray, key: int) -> np.ndarray:
+        """The samples of draws with these random bits, uint64 (N,): every class is equally likely, and so are its samples."""
+        group = _below(bits, np.uint64(len(self.sizes)))
+        place = _below(splitmix64(bits + np.uint64(key)), self.sizes[group]) + self._starts[group]
+        return self._members[place]
+
+
+class RepeatFactors:
+    """Images that show several classes: the rarest class in an image decides how often it is drawn.
+
+    An image is drawn in proportion to 1 / sqrt(f), where f is the share of images with its rarest class; f is 1 for an image
+    without objects. These are the repeat factors of Gupta et al., "LVIS" (CVPR 2019), with the threshold 1.
+
+    Args:
+        classes: numbers of the classes that each image shows; none for an image without objects.
+    """
+
+    def __init__(self, classes: Sequence[Collection[int]]) -> None:
+        self.samples = len(classes)
+        shown = collections.Counter(itertools.chain.from_iterable(map(set, classes)))
+        factors = {number: math.sqrt(self.samples / count) for number, count in shown.items()}
+        self.factors = np.array([max((factors[each] for each in some), default=1.0) for some in classes])
+        self._ends = np.cumsum(self.factors)
+
+    def drawn(self, bits: np.ndarray, key: int) -> np.ndarray:
+        """The images of draws with these random bits, uint64 (N,)."""
+        at = (bits >> np.uint64(11)) * 2.0**-53 * self._ends[-1]
+        return np.searchsorted(self._ends, at, side="right").clip(max=self.samples - 1)
 
 
 class BalancedOrder(EpochOrder):
-    """As many draws with replacement as there are samples: every class is equally likely, and so is each of its samples.
+    """As many draws with replacement as there are samples; `balance` gives the probability of each sample.
 
     A draw is a function of the seed, the epoch and its position, so a slice costs as much as it is long. Its place has the
     number of the draw in the high bits, see `sample_of`: random numbers follow the place, so that a sample that is drawn
     again is augmented in another way.
     """
 
-    def __init__(self, balance: ClassBalance, seed: int, epoch: int) -> None:
-        super().__init__(len(balance.members), seed, epoch)
+    def __init__(self, balance: ClassBalance | RepeatFactors, seed: int, epoch: int) -> None:
+        super().__init__(balance.samples, seed, epoch)
         self.balance = balance
 
     def slice(self, start: int, stop: int) -> Tensor:
         """See `EpochOrder.slice`; places instead of samples."""
-        draws, balance = np.arange(start, max(start, min(stop, self.samples)), dtype=np.uint64), self.balance
+        draws = np.arange(start, max(start, min(stop, self.samples)), dtype=np.uint64)
         key = hash_ints(self.seed, self.epoch, 0, _BALANCED)
-        bits = splitmix64(draws + np.uint64(key))
-        group = _below(bits, np.uint64(len(balance.sizes)))
-        place = _below(splitmix64(bits + np.uint64(key)), balance.sizes[group]) + balance.starts[group]
-        drawn = balance.members[place].astype(np.uint64) | draws << np.uint64(_SAMPLE_BITS)
+        found = self.balance.drawn(splitmix64(draws + np.uint64(key)), key)
+        drawn = found.astype(np.uint64) | draws << np.uint64(_SAMPLE_BITS)
         return torch.from_numpy(drawn.view(np.int64))
 
 

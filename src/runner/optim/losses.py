@@ -1,18 +1,21 @@
 """Losses: the mean over the samples of a batch.
 
 No sample's contribution depends on the other samples of its batch (class weights are normalised over the classes, not
-over the batch), so that gradients accumulated over micro-batches equal the gradient of the whole. Shapes must match
-exactly: nothing is broadcast. Logits of 16 bits are converted to float32.
+over the batch), so that gradients accumulated over micro-batches equal the gradient of the whole; only `smp_loss` is
+different. Shapes must match exactly: nothing is broadcast. Logits of 16 bits are converted to float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from runner.base.errors import UserError, first_line, nearest, require
 
 
 class _ClassLoss(nn.Module):
@@ -308,3 +311,30 @@ class NoLoss(nn.Module):
     def forward(self, *args: Any) -> Tensor:
         """Raises `ValueError`."""
         raise ValueError("loss=none computes nothing: the task needs a training_step and an evaluation_step")
+
+
+def smp_loss(name: str, ignore_index: int | None = None, options: Mapping[str, Any] = {}) -> nn.Module:
+    """Build a loss of logits (B, C, H, W) and class numbers (B, H, W).
+
+    Args:
+        name: class in `segmentation_models_pytorch.losses`, such as DiceLoss.
+        ignore_index: class of pixels that do not count.
+        options: more arguments of the class; `mode` is "multiclass".
+
+    Raises `UserError` if the package is not installed, there is no such loss, or it does not take the options.
+    """
+    require("loss", "runner[smp]", "segmentation_models_pytorch")
+    from segmentation_models_pytorch import losses
+
+    kinds = {
+        each: kind for each, kind in vars(losses).items() if "mode" in getattr(kind.__init__, "__annotations__", {})
+    }
+    if name not in kinds:
+        raise UserError("loss.name", f"there is no '{name}' of several classes", ", ".join(kinds), nearest(name, kinds))
+    ignoring = {"ignore_index": ignore_index} if "ignore_index" in inspect.signature(kinds[name]).parameters else {}
+    try:
+        made: nn.Module = kinds[name]("multiclass", **ignoring, **options)
+    except TypeError as error:
+        raise UserError("loss.options", first_line(error)) from error
+    made.register_forward_pre_hook(lambda _, given: (_at_least_float32(given[0]), *given[1:]))
+    return made

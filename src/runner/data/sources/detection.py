@@ -157,6 +157,10 @@ class DetectionImages(ImageFolder):
             raise UserError(f"{said.problem}.")
         return said
 
+    def classes_of(self, index: int) -> list[int]:
+        """The numbers of the classes of the objects in item `index`, the first class 0."""
+        return [label - 1 for label in {*json.loads(self._texts.name(index))["labels"]}]
+
     def json_of(self, index: int, resized: bool) -> bytes:
         """The objects of item `index` in JSON of `data=shards`, for an image of another size if it is `resized`."""
         said, names = self._said(index), ["image_id", "size", "boxes", "labels", "crowd", "outlines"]

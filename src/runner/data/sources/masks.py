@@ -21,6 +21,9 @@ from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import check_names, existing, images_below
 
+Values = Sequence[int | Sequence[int]]
+"""What masks have for each class: a number, or several."""
+
 _IGNORED = 255
 _LOOKED_AT = 8  # masks
 
@@ -29,7 +32,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
     """Item i is a `tv_tensors.Image` uint8 (C, H, W), and a `tv_tensors.Mask` (H, W) of integers."""
 
     def __init__(
-        self, pairs: Sequence[tuple[Path, Path]], classes: Sequence[str], decoding: Decoding, values: list[int] | None
+        self, pairs: Sequence[tuple[Path, Path]], classes: Sequence[str], decoding: Decoding, values: Values | None
     ) -> None:
         self.classes, self._values, self.decoding = tuple(classes), values, decoding
         files, zeros = zip(*pairs, strict=True), [0] * len(pairs)
@@ -49,6 +52,10 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
         """The class numbers of item `index`, (H, W)."""
         return renumbered(read_mask(self._masks.path(index), max_pixels=self.decoding.max_pixels), self._values)
 
+    def classes_of(self, index: int) -> list[int]:
+        """The numbers of the classes that item `index` shows."""
+        return [value for value in self.mask(index).unique().tolist() if value != _IGNORED]
+
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
         return f"{self.images.fingerprint()} {self._masks.fingerprint()} {self._values}"
@@ -64,19 +71,26 @@ def with_mask(image: Tensor, mask: Tensor, path: Path | str, mask_path: Path | s
     return Image(image), Mask(mask)
 
 
-def renumbered(mask: Tensor, values: Sequence[int] | None) -> Tensor:
-    """A mask with class i instead of `values[i]`, and 255 instead of others; as it is if `values` is None."""
+def renumbered(mask: Tensor, values: Values | None) -> Tensor:
+    """A mask with class i instead of each of `values[i]`, and 255 instead of others; as it is if `values` is None."""
     if values is None:
         return mask
     table = torch.full((2**16 + 1,), _IGNORED, dtype=torch.uint8)  # the last one is of numbers that do not fit
-    table[list(values)] = torch.arange(len(values), dtype=torch.uint8)
+    for number, value in enumerate(values):
+        table[value] = number
     return table[mask.long().clamp(-1, 2**16)]
 
 
-def check_values(values: Sequence[int] | None, classes: Sequence[str]) -> None:
-    """Raise `UserError` if `values` are not a different value of masks for each class."""
-    if values is not None and not len({*values} & {*range(2**16)}) == len(values) == len(classes) <= _IGNORED:
-        allowed = f"a different number from 0 to 65535 for each of {len(classes)} classes, in their order"
+def check_values(values: Values | None, classes: Sequence[str]) -> None:
+    """Raise `UserError` if `values` are not different values of masks for each class."""
+    if values is None:
+        return
+    each = [[value] if isinstance(value, int) else [*value] for value in values]
+    flat = [*itertools.chain(*each)]
+    if not all(each) or len({*flat} & {*range(2**16)}) != len(flat) or not len(each) == len(classes) <= _IGNORED:
+        allowed = (
+            f"a different number from 0 to 65535, or a list of such, for each of {len(classes)} classes, in their order"
+        )
         raise UserError("data.dataset.values", f"cannot be {list(values)}", allowed)
 
 
@@ -84,7 +98,7 @@ def segmentation_folder(
     root: str,
     classes: list[str] | None = None,
     channels: Literal[1, 3] = 3,
-    values: list[int] | None = None,
+    values: list[int | list[int]] | None = None,
     *,
     max_pixels: int = Data.max_pixels,
 ) -> dict[str, MaskFolder]:
@@ -96,7 +110,8 @@ def segmentation_folder(
         root: folder of the data set.
         classes: names of the classes; None reads them from `<root>/classes.txt`, one a line.
         channels, max_pixels: see `runner.data.sources.image_io.Decoding`.
-        values: what masks have for each class, such as [0, 255]; other values become 255. None for class numbers.
+        values: what masks have for each class, such as [0, 255], or [0, [1, 3]] for a class with two values; others become
+            255. None for class numbers.
 
     Raises `UserError` if a folder, a mask or the names of the classes are missing, `values` do not fit the classes, or masks
     have no values that count.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -13,7 +12,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.data.bad_samples import Place
 from runner.data.sources.detection import clipped
-from runner.data.sources.masks import check_values, renumbered
+from runner.data.sources.masks import Values, check_values, renumbered
 from runner.instrument.nested import mapped_items
 
 _CHOOSERS = ("train", "split", "image_set")  # arguments that name a split
@@ -41,7 +40,7 @@ class Boxes(Dataset[tuple[Any, Any]]):
         return image, target
 
 
-def _with_numbers(image: Any, target: Any, values: Sequence[int] | None) -> Any:
+def _with_numbers(image: Any, target: Any, values: Values | None) -> Any:
     """A sample for torchvision.transforms.v2: images are tv_tensors too, and masks have class numbers."""
     from torchvision.transforms.v2 import ToImage
     from torchvision.tv_tensors import Mask
@@ -56,7 +55,7 @@ def torchvision_set(
     classes: list[str] | None = None,
     images: list[str] | None = None,
     *,
-    values: list[int] | None = None,
+    values: list[int | list[int]] | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
     """The splits of a data set of torchvision.datasets; only 'train' if it has none, or an argument of its class names one.
