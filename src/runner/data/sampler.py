@@ -204,7 +204,8 @@ class ClassBalance:
         """The samples of draws with these random bits, uint64 (N,): every class is equally likely, and so are its samples."""
         group = _below(bits, np.uint64(len(self.sizes)))
         place = _below(splitmix64(bits + np.uint64(key)), self.sizes[group]) + self._starts[group]
-        return self._members[place]
+        found: np.ndarray = self._members[place]
+        return found
 
 
 class RepeatFactors:
@@ -227,7 +228,8 @@ class RepeatFactors:
     def drawn(self, bits: np.ndarray, key: int) -> np.ndarray:
         """The images of draws with these random bits, uint64 (N,)."""
         at = (bits >> np.uint64(11)) * 2.0**-53 * self._ends[-1]
-        return np.searchsorted(self._ends, at, side="right").clip(max=self.samples - 1)
+        found: np.ndarray = np.searchsorted(self._ends, at, side="right")
+        return found.clip(max=self.samples - 1)
 
 
 class BalancedOrder(EpochOrder):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -54,7 +55,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
 
     def classes_of(self, index: int) -> list[int]:
         """The numbers of the classes that item `index` shows."""
-        return [value for value in self.mask(index).unique().tolist() if value != _IGNORED]
+        return [value for value in np.unique(self.mask(index)).tolist() if value != _IGNORED]
 
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
