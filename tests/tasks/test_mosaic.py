@@ -142,15 +142,19 @@ def test_others_pass_the_transforms_before_the_mosaic_with_draws_of_their_own(co
     ]
     always, half = (samples(read_words(compose, *READ, f"transform.sample_train={each}")) for each in lists)
 
-    def inverted(found: Any) -> list[bool]:
-        """Of each object, whether it is."""
-        pixels = [
-            image[:, *box[:2].add(box[2:]).div(2).int().flip(0)] for image, target in found for box in target["boxes"]
-        ]
-        return [float(each[2]) > (125 if each.max() > 1 else 0.5) for each in pixels]
+    def inverted(found: Any) -> set[tuple[int, bool]]:
+        """The image of each object, and whether it is inverted."""
+        seen = set()
+        for image, target in found:
+            pixels = image * 255 if image.is_floating_point() else image
+            for x, y in ((target["boxes"][:, :2] + target["boxes"][:, 2:]) / 2).int().tolist():
+                red, _, blue = pixels[:, y, x].tolist()
+                seen.add((round(((255 - red if blue > 125 else red) - 30) / 40), blue > 125))
+        return seen
 
-    assert all(inverted(always))
-    assert len(set(inverted(half))) == 2
+    assert {each for _, each in inverted(always)} == {True}
+    images = [number for number, _ in inverted(half)]
+    assert len(images) > len(set(images)), "an image is augmented in another way each time that it is read"
 
 
 @pytest.mark.parametrize(
