@@ -10,6 +10,11 @@ _STRONG = "transform=strong data.shift=0.125 model.dropout=0.2"
 _WORKERS = "data.placement=disk data.num_workers=2"
 _COLOUR = "data=synthetic data.dataset.samples=400 data.image_size=16 data.batch_size=20 data.hflip=0.5"
 _PICTURES = "data=image_folder data.root={here}/../pictures data.image_size=16 data.batch_size=4"
+_BOXES = (
+    "experiment=detection model=torchvision_detection data.root={here}/../objects data.dataset.train_images=images/train "
+    "data.dataset.train_annotations=train.json data.dataset.val_images=images/val data.dataset.val_annotations=val.json "
+    "model.name=fasterrcnn_mobilenet_v3_large_320_fpn model.options={min_size:32,max_size:40} data.batch_size=4"
+)
 _CACHED = f"{_PICTURES} data.cache=disk data.cache_dir={{here}}/cache"
 _NAN = "transform.train=[{_target_:poison.Poison,sample:300}] trust=[poison]"  # in tests/support
 RUN, _AGAIN = "hydra.run.dir={here}/run", "ckpt_path={here}/run hydra.run.dir={here}/run"
@@ -63,13 +68,8 @@ RUNS: dict[str, tuple[str, ...]] = SHORT | {
         "experiment=segmentation model=torchvision_segmentation transform=segmentation data.root={here}/../shapes "
         "data.image_size=32 data.batch_size=4 data.num_workers=2",
     ),
-    "detection": (
-        "experiment=detection model=torchvision_detection transform=detection data.root={here}/../objects "
-        "data.dataset.train_images=images/train "
-        "data.dataset.train_annotations=train.json data.dataset.val_images=images/val data.dataset.val_annotations=val.json "
-        "model.name=fasterrcnn_mobilenet_v3_large_320_fpn model.options={min_size:32,max_size:40} data.batch_size=4 "
-        "data.num_workers=0 epochs=1",
-    ),
+    "detection": (f"{_BOXES} transform=detection_ssd data.num_workers=0 epochs=1",),
+    "mosaic, workers": (f"{_BOXES} transform=detection transform.close_epochs=1 data.num_workers=2 epochs=2",),
     "l-bfgs": ("model=mlp optimizer=lbfgs optimizer.max_iter=2 optimizer.lr=0.1 epochs=1",),
     "fp16, non-finite step skipped": (f"amp=fp16 on_nonfinite=skip grad_clip.value=0.5 {_NAN}",),
     "non-finite step skipped": (f"optimizer=sgd optimizer.lr=0.05 on_nonfinite=skip checkpoint.every_steps=2 {_NAN}",),

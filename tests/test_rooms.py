@@ -206,8 +206,8 @@ BUDGET = {
     ".": 828,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_731,
-    "data": 7_911,  # boxes, outlines and names of all readers are checked alike
+    "config": 3_732,
+    "data": 8_016,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
     "engine": 3_011,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
@@ -215,7 +215,7 @@ BUDGET = {
     "launch": 968,
     "models": 1_302,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_969,
+    "run": 3_972,
     "runtime": 1_314,
     "sweeps": 1_835,
     "tasks": 794,

@@ -339,8 +339,8 @@ def loader(folder: ImageFolder, workers: int = 0, deferred: bool = True, **optio
     """A loader of random crops, which the CPU decodes in batches."""
     made = small_loader(workers, folder, torch.arange(len(folder)), transforms=[RandomResizedCrop(16)], **options)
     if deferred:
-        made._reader.encoded = copy.copy(folder)
-        made._reader.encoded.defers = True
+        made.reader.encoded = copy.copy(folder)
+        made.reader.encoded.defers = True
     return made
 
 

@@ -34,8 +34,8 @@ _OF = {
     """,
     Change.REPORTED: """
         epochs max_steps lr optimizer scheduler loss grad_clip.norm grad_clip.value grad_clip.agc
-        transform.sample_train transform.sample_eval transform.train transform.eval transform.mix data.shift data.hflip
-        data.normalize.mean data.normalize.std data.images data.collate data.on_error data.max_pixels data.decode
+        transform.sample_train transform.sample_eval transform.train transform.eval transform.mix transform.close_epochs data.shift
+        data.hflip data.normalize.mean data.normalize.std data.images data.collate data.on_error data.max_pixels data.decode
         device devices strategy dist.find_unused_parameters fsdp.blocks fsdp.replicas threads dtype amp channels_last sync_batchnorm
         compile compiler.mode compiler.fullgraph compiler.dynamic
         cudnn_benchmark tf32 matmul_precision deterministic on_nonfinite

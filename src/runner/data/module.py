@@ -150,12 +150,37 @@ class DataModule:
     @functools.cached_property
     def sample_train(self) -> list[SampleTransform]:
         """Transforms of the samples of training."""
-        return callables("transform.sample_train", self.config.transform.sample_train)
+        why = "without data.images, transforms take images alone" if self.pairs else ""
+        if self.config.data.shuffle == "blocks":
+            why = "data.shuffle=blocks reads shards one after another"
+        return self._of_samples("sample_train", why)
 
     @functools.cached_property
     def sample_eval(self) -> list[SampleTransform]:
         """Those of evaluations."""
-        return callables("transform.sample_eval", self.config.transform.sample_eval)
+        return self._of_samples("sample_eval", "an evaluation takes each sample alone")
+
+    def _of_samples(self, name: str, why: str) -> list[SampleTransform]:
+        """Transforms of a list in the config; raises `UserError` if one takes other samples and `why` speaks against it."""
+        made = callables(f"transform.{name}", getattr(self.config.transform, name))
+        for number, transform in enumerate(made):
+            if why and getattr(transform, "takes_others", False):
+                problem = f"takes other samples of the training split, and {why}"
+                raise UserError(f"transform.{name}.{number}", problem, "transforms of one sample")
+        return made
+
+    def close_others(self, epochs: int) -> None:
+        """Leave transforms that take other samples out of the last of `epochs`; to be called before workers start."""
+        if closed := self.config.transform.close_epochs:
+            if not any(getattr(transform, "takes_others", False) for transform in self.sample_train):
+                problem = "has no effect: no transform of transform.sample_train takes other samples"
+                self.warnings.append(f"transform.close_epochs={closed} {problem}")
+            elif closed >= epochs:
+                self.warnings.append(
+                    f"transform.close_epochs={closed} leaves no epoch with mosaics: the run has {epochs}"
+                )
+            if isinstance(self.train.loader, WorkerLoader):
+                self.train.loader.reader.others_until = epochs - closed
 
     def fingerprint(self) -> dict[str, Any]:
         """Read a few samples, and compute what tells these data from others, for checkpoints."""
@@ -166,9 +191,10 @@ class DataModule:
         transforms = self.sample_train if training else self.sample_eval
         if not self.pairs:  # each reader has its own, as they may keep state
             transforms = copy.deepcopy(transforms)
-        others = self.replacements.get(name) if replacing else None
-        source, seed, pairs = self.sources[name], self.config.seed, self.pairs
-        return SeededDataset(source, seed, transforms, others, name, pairs=pairs, collate=self._collate)
+        replacements = self.replacements.get(name) if replacing else None
+        others = self.parts[name][1] if training else None
+        arguments = self.sources[name], self.config.seed, transforms, replacements, name
+        return SeededDataset(*arguments, pairs=self.pairs, collate=self._collate, others=others)
 
     def first(self, name: str, training: bool, most: int) -> tuple[Sequence[Any], Tensor]:
         """The first samples of a split, at most two, and their indices."""

@@ -25,7 +25,7 @@ from runner.data.sample_rng import hash_ints, preserved_rng, splitmix64
 
 LISTED = 2**16
 """Up to so many samples an order is a list."""
-_SAMPLE_BITS = 32
+SAMPLE_BITS = 32
 _BALANCED, _GIVEN, _BLOCKS = 3, 4, 5  # separate these random numbers from those of other orders
 _AT_ONCE = 2**14  # positions that are computed together: for few, calls cost more than numbers
 _TURNS = 8
@@ -54,7 +54,7 @@ Indices: TypeAlias = Tensor | AllSamples
 
 def sample_of(place: Any) -> Any:
     """The sample of a place, an integer or int64 of any shape: without the number of its draw, which some orders add."""
-    return place & (2**_SAMPLE_BITS - 1)
+    return place & (2**SAMPLE_BITS - 1)
 
 
 class EpochOrder:
@@ -249,7 +249,7 @@ class BalancedOrder(EpochOrder):
         draws = np.arange(start, max(start, min(stop, self.samples)), dtype=np.uint64)
         key = hash_ints(self.seed, self.epoch, 0, _BALANCED)
         found = self.balance.drawn(splitmix64(draws + np.uint64(key)), key)
-        drawn = found.astype(np.uint64) | draws << np.uint64(_SAMPLE_BITS)
+        drawn = found.astype(np.uint64) | draws << np.uint64(SAMPLE_BITS)
         return torch.from_numpy(drawn.view(np.int64))
 
 
@@ -276,7 +276,7 @@ class GivenOrder(EpochOrder):
         if not numbers or drawn.min() < 0 or drawn.max() >= samples:
             raise UserError("data.batch_sampler", f"does not give samples of 'train' in epoch {epoch + 1}", allowed)
         super().__init__(len(drawn), seed, epoch)
-        self._places = drawn.cpu().long() | torch.arange(len(drawn)) << _SAMPLE_BITS
+        self._places = drawn.cpu().long() | torch.arange(len(drawn)) << SAMPLE_BITS
 
     def slice(self, start: int, stop: int) -> Tensor:
         """See `EpochOrder.slice`; places instead of samples."""

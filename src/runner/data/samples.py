@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch.utils.data import Dataset, default_collate
 from runner.base.errors import UserError, with_place
 from runner.data.bad_samples import BadSample, ReplacementSampler, path_of
 from runner.data.sample_rng import preserved_rng, seed_generators
-from runner.data.sampler import sample_of
+from runner.data.sampler import SAMPLE_BITS, AllSamples, Indices, sample_of
 from runner.data.sources.image_io import Encoded, decoded
 
-SampleTransform = Callable[[Any], Any]
+SampleTransform = Callable[..., Any]
 
 SHARED_MEMORY = "</torch_"
 """How torch names its shared memory in an error."""
@@ -35,11 +36,14 @@ class SeededDataset(Dataset[Any]):
     If the first of `transforms` has a method `region(height, width)` and a `size`, and the data set a method `read_part`,
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
     random numbers of the sample. `split` is for messages. `collate` makes a batch of a list of samples, see `batch_of`.
+    `others` are the samples that transforms with `takes_others` are given: `transform(sample, other)` calls `other()` for each.
 
     Attributes:
+        others_until: the first epoch without such transforms.
         encoded: the data set with `Encoded` images, of which batches are made; `on_device` decodes them. None for whole ones.
     """
 
+    others_until: float = math.inf
     encoded: Dataset[Any] | None = None
 
     def __init__(
@@ -52,9 +56,11 @@ class SeededDataset(Dataset[Any]):
         *,
         pairs: bool = True,
         collate: Callable[[list[Any]], Any] | None = None,
+        others: Indices | None = None,
     ) -> None:
         self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
         self._replacements, self._pairs, self._collate = replacements, pairs, collate or pair_batch
+        self._others = AllSamples(0) if others is None else others
         self._cut: Any = self._transforms.pop(0) if pairs and crops_while_decoding(dataset, transforms) else None
 
     def __getitems__(self, places: list[tuple[int, int]]) -> tuple[Any, list[BadSample]]:
@@ -86,7 +92,7 @@ class SeededDataset(Dataset[Any]):
         with preserved_rng(), _one_thread():
             return [self._item(dataset, epoch, place, skipped) for epoch, place in places]
 
-    def _item(self, dataset: Any, epoch: int, place: int, skipped: list[BadSample]) -> Any:
+    def _item(self, dataset: Any, epoch: int, place: int, skipped: list[BadSample], before: int | None = None) -> Any:
         # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
         def read(source: int) -> Any:
             seed_generators(self._seed, epoch, place)
@@ -109,7 +115,12 @@ class SeededDataset(Dataset[Any]):
             sample = read(index) if self._replacements is None else self._replacements.read(read, epoch, index, skipped)
             transforming = True
             if not self._pairs:
-                return functools.reduce(lambda value, transform: transform(value), self._transforms, sample)
+                for number, transform in enumerate(self._transforms[:before]):
+                    if not getattr(transform, "takes_others", False):
+                        sample = transform(sample)
+                    elif epoch < self.others_until:
+                        sample = transform(sample, functools.partial(self._other, dataset, epoch, skipped, number))
+                return sample
             image = sample[0] if isinstance(sample[0], Encoded) else as_tensor(transformed(sample[0], self._transforms))
             return image, as_target(sample[1])
         except MemoryError:
@@ -128,6 +139,14 @@ class SeededDataset(Dataset[Any]):
                 keys, allowed = "transform.sample_train, transform.sample_eval", "transforms that accept every sample"
                 raise UserError(keys, f"cannot take {name}: {why}", allowed) from error
             raise UserError("data.dataset", f"{name} cannot be read: {why}", _SKIP) from error
+
+    def _other(self, dataset: Any, epoch: int, skipped: list[BadSample], before: int) -> Any:
+        """Another sample, chosen by the generators of the one that takes it; reading it draws from others."""
+        index, draw = (int(torch.randint(count, ())) for count in (len(self._others), 2**30))
+        with preserved_rng():
+            # The draw keeps its augmentation apart from that of the same sample elsewhere in this epoch
+            place = int(self._others[index]) | draw << SAMPLE_BITS
+            return self._item(dataset, epoch, place, skipped, before)
 
     def _name(self, index: int) -> str:
         return f"sample {index} of '{self._split}'" if self._split else f"sample {index}"

@@ -119,7 +119,7 @@ class WorkerLoader(Loader):
         self.workers = workers
         self._pin = device.type == "cuda" and settings.pin_memory is not False
         self._prefetches = settings.non_blocking
-        self._reader = reader
+        self.reader = reader
         # One object for all epochs, as a DataLoader cannot be given another sampler.
         self._requests = _Requests()
         self._persistent, self._timeout_s = settings.persistent_workers, settings.timeout_s
@@ -145,8 +145,8 @@ class WorkerLoader(Loader):
         pending = self._requests.pending
         for data, skipped in self._read():
             drawn = pending.popleft()
-            if self._reader.encoded is not None:
-                data = self._reader.on_device(data, epoch, drawn, self.device, skipped)
+            if self.reader.encoded is not None:
+                data = self.reader.on_device(data, epoch, drawn, self.device, skipped)
             if skipped:
                 self._on_skipped(skipped)
             data = mapped_items(data, np.ndarray, as_numbers)

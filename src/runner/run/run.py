@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,7 @@ class RunLength:
 
 
 def plan_length(config: Train, data: DataModule, start: Position | None) -> RunLength:
-    """Plan the epochs and steps of a run that starts at `start`, or at its beginning."""
+    """Plan the epochs and steps of a run that starts at `start`, or at its beginning; the last epochs of `data` follow from it."""
     size = config.data.samples_a_batch
     plan = EpochPlan(
         samples=data.train.samples,
@@ -89,7 +90,9 @@ def plan_length(config: Train, data: DataModule, start: Position | None) -> RunL
     if total < 1 and start is not None:
         problem = f"is {config.epochs}, and the checkpoint has completed {start.epoch} epochs of {plan.steps} steps"
         raise UserError("epochs", problem, f"epochs={start.epoch + 1} or more to train on")
-    return RunLength(plan, Timeline.of(start or Position(), plan), limits, total)
+    timeline = Timeline.of(start or Position(), plan)
+    data.close_others(math.ceil(timeline.scaled(total) / timeline.steps))
+    return RunLength(plan, timeline, limits, total)
 
 
 @dataclass

@@ -180,6 +180,7 @@ class Transform(Section):
     train: list[Node] = field(default_factory=list)
     eval: list[Node] = field(default_factory=list)
     mix: Node | None = None
+    close_epochs: NonNegative = 0  # at the end of a run, without sample transforms that take other samples
 
 
 class Compiler(Section):
