@@ -68,6 +68,10 @@ RUNS: dict[str, tuple[str, ...]] = SHORT | {
         "experiment=segmentation model=torchvision_segmentation transform=segmentation data.root={here}/../shapes "
         "data.image_size=32 data.batch_size=4 data.num_workers=2",
     ),
+    "segmentation, dice": (
+        "experiment=segmentation model=torchvision_segmentation transform=segmentation data.root={here}/../shapes "
+        "data.image_size=32 data.batch_size=4 data.num_workers=2 loss=smp",
+    ),
     "detection": (f"{_BOXES} transform=detection_ssd data.num_workers=0 epochs=1",),
     "mosaic, workers": (f"{_BOXES} transform=detection transform.close_epochs=1 data.num_workers=2 epochs=2",),
     "l-bfgs": ("model=mlp optimizer=lbfgs optimizer.max_iter=2 optimizer.lr=0.1 epochs=1",),
