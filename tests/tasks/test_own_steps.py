@@ -240,6 +240,11 @@ def test_frames_are_normalised_by_their_channels_and_drawn(
         ((*VECTORS, "transform=standard"), "transform.train", "(image, target)"),
         ((*VECTORS, "data.images=null", COLLATE, "data.collate._partial_=true"), "data.collate", "(image, target)"),
         ((*VECTORS, "data.sampler=balanced"), "data.sampler", "classes_of(index)"),
+        (
+            (*VECTORS, "data.sampler=balanced", "data.dataset._target_=own_steps.Unclassified"),
+            "data.sampler",
+            "classes_of(index) of the data set fails",
+        ),
         ((*BOXES, "data.images=[picture]"), "data.images", "'picture'"),
         ((*BOXES, "data.images=[name]"), "data.images", "'name'"),
         ((*PAIRS, "data.images=['-1']"), "data.images", "'-1'"),

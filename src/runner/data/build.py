@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from runner.base.errors import DataFailed, UserError
+from runner.base.errors import DataFailed, UserError, blame
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
 from runner.data.loaders import Batch
@@ -141,11 +141,12 @@ def _balance(made: DataModule, indices: Indices) -> ClassBalance | RepeatFactors
     """How likely each training sample is by its classes; raises `UserError` if it has none, or they are not known."""
     if (classes_of := getattr(made.parts["train"][0], "classes_of", None)) is not None:
         shown = list[list[int]]()
-        for index in indices[:].tolist():
-            shown.append([])
-            with contextlib.suppress(UserError):  # said, or skipped, when it is used
-                shown[-1] = classes_of(index)
-        return RepeatFactors(shown)
+        with blame("data.sampler", "is balanced, and classes_of(index) of the data set fails"):
+            for index in indices[:].tolist():
+                shown.append([])
+                with contextlib.suppress(UserError):  # said, or skipped, when it is used
+                    shown[-1] = classes_of(index)
+            return RepeatFactors(shown)
     targets, classes = made.targets.get("train"), len(made.classes)
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
         unknown = "the classes of the training samples are not known without reading them"
