@@ -229,11 +229,6 @@ def _train(
         directory.note_waiting()
         saving.end(loop)
         directory.note_trained(loop)
-        directory.summary |= hardware_metrics.summary()
-        if "device_busy" in directory.summary:
-            console.line(
-                f"{metric('device_busy', directory.summary['device_busy'])} during training, as its driver reports"
-            )
 
         # Test, with the best weights if there are any
         if data.test is not None and config.evaluate.test and not loop.pruned:
