@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError
 from runner.config.schema.verbs import Export
 from runner.engine.evaluation import evaluate
-from runner.engine.step import Supervised
 from runner.lab.export.formats import OUTPUT, outputs_of
+from runner.run.finetune import Modules
 from runner.run.from_checkpoint import ResolvedCheckpoint, split_of
 from runner.run.metrics import build_metrics
-from runner.run.model import build_task_model_loss
-from runner.run.step import TaskSteps, steps_of
+from runner.run.model import build_task_model_loss, modules_of
+from runner.run.step import steps_of
 from runner.tracking.verb_report import Report
 
 _CPU = torch.device("cpu")
@@ -43,12 +42,12 @@ class Accuracy:
     """Evaluates models on a split as `eval` does, in float32 on the CPU, and reads images for calibration. To be closed.
 
     Args:
-        resolved: the checkpoint, on data of images and targets.
+        resolved: the checkpoint of a model that takes one field of images.
         name: the split.
         report: gets warnings.
 
     Raises:
-        UserError: if there is no such split, or the task evaluates batches itself.
+        UserError: if there is no such split.
     """
 
     def __init__(self, resolved: ResolvedCheckpoint[Export], name: str, report: Report) -> None:
@@ -60,11 +59,9 @@ class Accuracy:
         self._splits.bad_samples.open(report.warn)
         try:
             self._split = split_of(self._splits, name)
-            _, self._task, model, self._loss = build_task_model_loss(config, self._splits, fetch_weights=False)
-            resolved.load_weights(model, self._task, self._loss)
-            if isinstance(steps := steps_of(self._task, model, self._loss, 1), TaskSteps):
-                problem = f"needs a task of images and targets, and {steps.name} evaluates batches itself"
-                raise UserError("split", problem, "null")
+            _, self._task, modules, self._loss = build_task_model_loss(config, self._splits, fetch_weights=False)
+            resolved.load_weights(modules, self._task, self._loss)
+            self._modules = modules_of(modules)
         except BaseException:
             self.close()
             raise
@@ -82,10 +79,10 @@ class Accuracy:
 
     def metrics(self, exported: nn.Module) -> dict[str, float]:
         """Loss and metrics of a model that takes what is exported takes."""
-        model = _OfNormalized(exported, self._taken)
-        evaluated = Supervised(model, self._loss, self._task.targets).evaluated
+        modules = Modules({**self._modules, "model": _OfNormalized(exported, self._taken)})
+        evaluated = steps_of(self._task, modules, self._loss, 1).evaluated
         metrics, limit = build_metrics(self._config, self._task, _CPU), self._config.limit.eval_batches
-        return evaluate(model, self._split.loader, evaluated, loss=self._loss, metrics=metrics, limit=limit)
+        return evaluate(modules, self._split.loader, evaluated, loss=self._loss, metrics=metrics, limit=limit)
 
     def calibration(self) -> Iterator[Tensor]:
         """At most 512 training images as the model takes them, without augmentation: batches (B, C, H, W)."""

@@ -10,7 +10,7 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,14 @@ FORMATS: dict[str, tuple[str, Writer]] = {
     "torchscript": ("model.torchscript", _torchscript),
 }
 """The file of each format, and what writes and loads it."""
+
+
+def images_of(data: Any, names: Sequence[str] | None) -> Any:
+    """The field of images of a batch's data, (B, C, H, W), of pairs or of samples whose one field of images has this name."""
+    if isinstance(data, Tensor):
+        return data
+    name = (names or ["0"])[0]
+    return data[name if isinstance(data, Mapping) else int(name)]
 
 
 def outputs_of(given: Any, samples: int) -> dict[str, Tensor]:

@@ -23,7 +23,17 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.lab.export.accuracy import Accuracy
-from runner.lab.export.formats import EXAMPLES, FORMATS, INPUT, Inputs, Normalizing, Writer, outputs_of, quantized
+from runner.lab.export.formats import (
+    EXAMPLES,
+    FORMATS,
+    INPUT,
+    Inputs,
+    Normalizing,
+    Writer,
+    images_of,
+    outputs_of,
+    quantized,
+)
 from runner.run import from_checkpoint
 from runner.run.finetune import explaining
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
@@ -52,8 +62,6 @@ def run(composition: Composition) -> float:
         require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
     if config.quantize and "onnx" not in chosen:
         raise UserError("quantize", "needs an ONNX model", "format=onnx")
-    if measures and config.data.images is not None:
-        raise UserError("split", "needs samples of images and targets", "null")
     configure_torch(config, _CPU)
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
@@ -62,6 +70,8 @@ def run(composition: Composition) -> float:
     model = model_of(modules).requires_grad_(False)
     samples = max(EXAMPLES, *config.batch_sizes)
     image, inputs = _inputs_of_samples(resolved, task, model) if config.data.images is not None else (data, {})
+    if measures and inputs:
+        raise UserError("split", "needs a model that takes one field of images", "null")
     if inputs:
         inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
     else:
@@ -208,7 +218,7 @@ def _inputs_of_samples(resolved: ResolvedCheckpoint[Export], task: Any, model: n
         with explaining("task", "its export_inputs cannot take a batch: "):
             data = task.export_inputs(data)
     elif len(names) == 1:
-        field = data if isinstance(data, Tensor) else data[names[0] if isinstance(data, Mapping) else int(names[0])]
+        field = images_of(data, names)
         if isinstance(field, Tensor) and field.ndim == 4:
             channels, height, width = field.shape[1:]
             return DataFacts(resolved.classes, channels, (height, width)), {}
