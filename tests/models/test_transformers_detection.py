@@ -181,6 +181,7 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest
         detector("rt_detr_v2", 4)
 
 
+@pytest.mark.slow
 def test_drawn_boxes_are_found_after_200_steps(
     train: Callable[..., Any], json_of: Any, accepted: Any, drawn: Path
 ) -> None:
@@ -216,7 +217,7 @@ def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, d
 @pytest.mark.parametrize(
     ("words", "step"),
     some(
-        [((), 2), (("model.name=d_fine",), 4), (("amp=bf16", "accumulate=2", "data.batch_size=1"), 1)], 0, several=True
+        [((), 2), (("model.name=d_fine",), 4), (("amp=bf16", "accumulate=2", "data.batch_size=1"), 2)], 0, several=True
     ),
 )
 def test_workers_and_kills_give_the_same_weights(
