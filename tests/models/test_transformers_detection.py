@@ -214,6 +214,12 @@ def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, d
     }
 
 
+def test_a_run_whose_boxes_are_no_numbers_has_diverged(run: Callable[..., Any], drawn: Path) -> None:
+    result = run("train", *WORDS, "lr=1e12", "grad_clip.norm=null", "scheduler.warmup=0", "logger=none")
+    assert result.status == 3, result.err
+    assert "diverged: the gradients of step 2" in result.err
+
+
 @pytest.mark.parametrize(
     ("words", "step"),
     some(

@@ -88,7 +88,14 @@ class Detector(nn.Module):
             {"class_labels": each["labels"] - 1, "boxes": box_convert(each["boxes"], "xyxy", "cxcywh") / scale}
             for each, scale in zip(targets, scales, strict=True)
         ]
-        found, losses = self.net(**given, labels=labels).loss_dict, dict[str, Tensor]()
+        losses = dict[str, Tensor]()
+        try:
+            found = self.net(**given, labels=labels).loss_dict
+        except ValueError as error:
+            if "corner" not in str(error):
+                raise
+            # transformers refuses boxes that are not numbers; the loss is not either, so that training says it diverged
+            found = {"loss_bbox": torch.stack([weight.sum() for weight in self.net.parameters()]).sum() * torch.nan}
         for term, value in found.items():
             kind, _, rest = term.partition("_")
             name = f"{kind}_{rest.partition('_')[0]}"  # also of a layer of the decoder: loss_bbox_0, loss_bbox_dn_0
