@@ -1,0 +1,131 @@
+"""Detectors of transformers (RT-DETR, D-FINE, DETR and others) by name, called as those of torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchvision.ops import box_convert
+from torchvision.transforms.v2 import functional as transforms
+
+from runner.models.checks import at_least_1
+from runner.models.transformers_zoo import pretrained_or_new
+
+# Families with weights under Apache-2.0, and the class that normalises images and reads the outputs
+_FAMILIES = {
+    "rt_detr": "RTDetrImageProcessor",
+    "rt_detr_v2": "RTDetrImageProcessor",
+    "d_fine": "RTDetrImageProcessor",
+    "detr": "DetrImageProcessor",
+    "conditional_detr": "ConditionalDetrImageProcessor",
+    "deformable_detr": "DeformableDetrImageProcessor",
+}
+_STRIDE = 32  # the largest of a backbone: sides of padded images are multiples of it
+
+
+def detector(
+    name: str,
+    num_classes: int,
+    weights: str | None = None,
+    size: int | None = 640,
+    options: Mapping[str, Any] = {},
+    *,
+    fetch_weights: bool = True,
+) -> nn.Module:
+    """Build a `Detector`.
+
+    Args:
+        name: a family such as "rt_detr_v2", or a folder or id on the hub with config.json.
+        num_classes: number of classes, and one for the background.
+        weights: a folder or id on the hub with model.safetensors; layers that depend on the number of classes start from
+            random weights if it differs. None for random weights, also of the backbone.
+        size: edge in pixels of the square that each image is resized to; None pads the images of a batch to one size.
+        options: arguments of the class of the config, such as `num_queries`.
+        fetch_weights: False builds the same model without its trained weights, to load those of a checkpoint.
+
+    Raises:
+        UserError: if transformers is not installed, or there is no such model, weights or option.
+        ValueError: if a number is out of range.
+    """
+    at_least_1(size=1 if size is None else size)
+    model = pretrained_or_new(
+        "AutoModelForObjectDetection", name, weights, options, num_labels=num_classes - 1, families=[*_FAMILIES],
+        fetch_weights=fetch_weights,
+    )  # fmt: skip
+    return Detector(model, size)
+
+
+class Detector(nn.Module):
+    """A detector of transformers that is called as those of torchvision.
+
+    In training, `detector(images, targets)` gives the weighted losses, of which the sum is that of transformers; in
+    evaluation, `detector(images)` gives a dict of `boxes` (N, 4), `labels` (N,) and `scores` (N,) for each image. Images are
+    float (3, H, W) in [0, 1]; boxes are xyxy in pixels of the image; labels begin at 1.
+    """
+
+    def __init__(self, net: Any, size: int | None) -> None:
+        """Wrap a model of `AutoModelForObjectDetection`; for `size` see `detector`."""
+        import transformers
+
+        super().__init__()
+        self.net, self.size = net, size
+        self._processor = getattr(transformers, _FAMILIES[net.config.model_type])()
+
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+        """Losses in training, objects in evaluation; see the class."""
+        # Tensors that transformers caches in inference mode could not be used in training
+        with torch.set_grad_enabled(torch.is_grad_enabled()), torch.inference_mode(False):
+            if not self.training:
+                return self._found(images)
+            return self._losses(images, targets or [])
+
+    def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        given, scales = self._batch(images)
+        labels = [
+            {"class_labels": each["labels"] - 1, "boxes": box_convert(each["boxes"], "xyxy", "cxcywh") / scale}
+            for each, scale in zip(targets, scales, strict=True)
+        ]
+        losses = dict[str, Tensor]()
+        try:
+            found = self.net(**given, labels=labels).loss_dict
+        except ValueError as error:
+            if "corner" not in str(error):
+                raise
+            # transformers refuses boxes that are not numbers; the loss is not either, so that training says it diverged
+            found = {"loss_bbox": torch.stack([weight.sum() for weight in self.net.parameters()]).sum() * torch.nan}
+        for term, value in found.items():
+            kind, _, rest = term.partition("_")
+            name = f"{kind}_{rest.partition('_')[0]}"  # also of a layer of the decoder: loss_bbox_0, loss_bbox_dn_0
+            if kind == "loss":  # others are for logging
+                losses[name] = losses.get(name, 0) + value * getattr(self.net.config, f"{name[5:]}_loss_coefficient", 1)
+        # Without a box nothing is denoised, and ranks expect a gradient of each weight
+        unused = sum(0 * weight.sum() for label, weight in self.net.named_parameters() if "denoising" in label)
+        return {name: value + unused for name, value in losses.items()}
+
+    def _found(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        given, scales = self._batch(images)
+        sizes = torch.stack(scales)[:, [1, 0]]
+        found = self._processor.post_process_object_detection(self.net(**given), -1.0, sizes)
+        return [{**each, "labels": each["labels"] + 1} for each in found]
+
+    def _batch(self, images: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Arguments of the model, and for each image (4,): what its boxes are fractions of, in its own pixels."""
+        edges = [image.shape[-2:] for image in images]
+        if self.size is not None:
+            images = [transforms.resize(image, [self.size, self.size], antialias=True) for image in images]
+        if self._processor.do_normalize:
+            mean, std = self._processor.image_mean, self._processor.image_std
+            images = [transforms.normalize(image, mean, std) for image in images]
+        given: dict[str, Tensor] = {}
+        if self.size is None:
+            height, width = (-(-max(sides) // _STRIDE) * _STRIDE for sides in zip(*edges, strict=True))
+            padding = [(0, width - w, 0, height - h) for h, w in edges]
+            masks = [images[0].new_ones(each, dtype=torch.int64) for each in edges]
+            given["pixel_mask"] = torch.stack([pad(mask, by) for mask, by in zip(masks, padding, strict=True)])
+            images = [pad(image, by) for image, by in zip(images, padding, strict=True)]
+            edges = [torch.Size((height, width))] * len(edges)
+        given["pixel_values"] = torch.stack([*images])
+        return given, [images[0].new_tensor([w, h, w, h]) for h, w in edges]
