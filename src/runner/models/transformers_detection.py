@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from torchvision.ops import box_convert
 from torchvision.transforms.v2 import functional as transforms
 
+from runner.base.errors import UserError
 from runner.models.checks import at_least_1
 from runner.models.transformers_zoo import pretrained_or_new
 
@@ -82,6 +83,14 @@ class Detector(nn.Module):
                 return self._found(images)
             return self._losses(images, targets or [])
 
+    def export_model(self) -> Raw:
+        """What `export` writes; raises `UserError` if images are padded."""
+        if self.size is None:
+            raise UserError(
+                "model.size", "is null, and an exported detector takes images of one size", "a number of pixels"
+            )
+        return Raw(self.net, self.size, self._processor).eval()
+
     def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         given, scales = self._batch(images)
         labels = [
@@ -129,3 +138,32 @@ class Detector(nn.Module):
             edges = [torch.Size((height, width))] * len(edges)
         given["pixel_values"] = torch.stack([*images])
         return given, [images[0].new_tensor([w, h, w, h]) for h, w in edges]
+
+
+class Raw(nn.Module):
+    """A detector of transformers without what is done to images before it and to boxes after it.
+
+    It takes normalised images (B, 3, S, S) and returns `logits` (B, Q, C) and `boxes` (B, Q, 4), cxcywh as fractions.
+    `description` is what `model.json` says of the way from these to objects.
+    """
+
+    strict_export = True
+
+    def __init__(self, net: Any, size: int, processor: Any) -> None:
+        super().__init__()
+        normalized, softmax = processor.do_normalize, net.config.model_type == "detr"
+        self.net, self.image_size = net, (size, size)
+        self.mean = list(processor.image_mean) if normalized else [0.0] * 3
+        self.std = list(processor.image_std) if normalized else [1.0] * 3
+        queries = net.config.num_queries
+        # transformers keeps 100 for the other families, the default of its function
+        many = queries if "RTDetr" in type(processor).__name__ else min(100, queries * net.config.num_labels)
+        after = {"box_format": "cxcywh", "box_unit": "fraction of the image", "first_label": 1}
+        after |= {"background": "last logit", "kept": queries} if softmax else {"background": None, "kept": many}
+        found = "softmax" if softmax else "sigmoid"
+        self.description = {"activation": found, "threshold": 0.5, "postprocessing": after}
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        """Logits and boxes of all queries."""
+        found = self.net(pixel_values=images)
+        return {"logits": found.logits, "boxes": found.pred_boxes}

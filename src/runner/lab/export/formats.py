@@ -39,10 +39,9 @@ class Normalizing(nn.Module):
         self.register_buffer("scale", scale)
         self.register_buffer("shift", shift)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Any:
         """Outputs of uint8 images."""
-        outputs: Tensor = self.model(images.float() * self.scale - self.shift)
-        return outputs
+        return self.model(images.float() * self.scale - self.shift)
 
 
 def _safetensors(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
@@ -67,7 +66,13 @@ def _torch_export(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
 
 def _exported(model: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
     batch = {0: torch.export.Dim("batch")}
-    return torch.export.export(model, tuple(example.values()), dynamic_shapes=(batch,) * len(example))
+    # Strict where the code of a model takes len() of tensors, which otherwise fixes the batch size
+    strict = any(getattr(module, "strict_export", False) for module in model.modules())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "While compiling, we found certain side effects", UserWarning)
+        return torch.export.export(
+            model, tuple(example.values()), dynamic_shapes=(batch,) * len(example), strict=strict
+        )
 
 
 def _onnx(model: nn.Module, example: Inputs, path: Path) -> nn.Module:

@@ -39,6 +39,8 @@ from runner.run.finetune import explaining
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
+from runner.tasks.detection import Detection
+from runner.tasks.segmentation import Segmentation
 from runner.tasks.task import Task
 from runner.tracking.environment import versions
 from runner.tracking.formats import digits
@@ -69,9 +71,21 @@ def run(composition: Composition) -> float:
     # Exported models predict only
     model = model_of(modules).requires_grad_(False)
     samples = max(EXAMPLES, *config.batch_sizes)
-    image, inputs = _inputs_of_samples(resolved, task, model) if config.data.images is not None else (data, {})
-    if measures and inputs:
-        raise UserError("split", "needs a model that takes one field of images", "null")
+    detects = callable(getattr(model, "export_model", None))
+    if detects:
+        model = model.export_model()
+        normalize = dataclasses.replace(config.data.normalize, mean=model.mean, std=model.std)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, normalize=normalize))
+        resolved = dataclasses.replace(resolved, config=config)
+        image, inputs = DataFacts(resolved.classes, 3, model.image_size), {}
+    elif isinstance(task, Detection) and not hasattr(task, "export_inputs"):
+        raise UserError(
+            "model", "takes a list of images of any size, which no format has", "model=transformers_detection"
+        )
+    else:
+        image, inputs = _inputs_of_samples(resolved, task, model) if config.data.images is not None else (data, {})
+    if measures and (inputs or detects):
+        raise UserError("split", "needs a model that takes one field of images, and is not a detector", "null")
     if inputs:
         inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
     else:
@@ -114,6 +128,9 @@ def run(composition: Composition) -> float:
     record = _description(resolved, task, image, inputs, outputs)
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
     record |= {"split": config.split or "val", "metrics": metrics} if measures else {}
+    if detects:
+        record |= model.description
+        record["preprocessing"]["resize"] = "the whole image, bilinear with antialiasing"
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=named)
     report.line(resolved.described())
@@ -188,6 +205,8 @@ def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Inp
     for inputs in batches:
         size = len(next(iter(inputs.values())))
         expected, got = (outputs_of(each(*inputs.values()), size) for each in (model, exported))
+        if expected.keys() == {"logits", "boxes"} == got.keys():
+            got = _in_order(expected, got)
         found = {"max_abs": 0.0, "max_rel": 0.0}
         for key, own in expected.items():
             own, other = own.double(), got[key].double() if key in got else torch.empty(0)
@@ -198,6 +217,13 @@ def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Inp
             found = {each: worse[each] if not worse[each] <= found[each] else found[each] for each in found}
         rows.append({"format": name, "batch_size": size, **found})
     return rows
+
+
+def _in_order(expected: Inputs, got: Inputs) -> Inputs:
+    """Queries of a detector in the order of the nearest ones of the model: those of almost the same score may swap places."""
+    own, other = (torch.cat([each["logits"], each["boxes"]], -1) for each in (expected, got))
+    nearest = torch.cdist(own, other, p=math.inf).argmin(-1, keepdim=True)
+    return {name: tensor.take_along_dim(nearest, 1) for name, tensor in got.items()}
 
 
 def _repeated(tensor: Tensor, samples: int) -> Tensor:
@@ -270,6 +296,9 @@ def _description(
         return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
 
     taken, given = ([described(*each) for each in tensors.items()] for tensors in (inputs, outputs))
+    if isinstance(task, Segmentation):
+        for each in given:
+            each |= {"values": "logits of the classes of each pixel", "layout": "NCHW"}
     preprocessing = None
     if image.channels:
         taken[0] |= {
