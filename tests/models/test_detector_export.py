@@ -1,0 +1,125 @@
+"""Exported detectors: the outputs of the model in each format, and boxes from the script of the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drawn_objects
+import numpy as np
+import pytest
+import test_transformers_detection as families
+import torch
+from docs_pages import DOCS
+from extras import needs
+from PIL import Image
+
+from runner.models.transformers_detection import detector
+
+pytestmark = [needs("detection"), needs("transformers")]
+WORDS = (*families.WORDS, "epochs=1", "max_steps=1", "model.weights=weights")
+drawn = families.drawn
+
+
+@pytest.fixture
+def trained(train: Callable[..., Any], drawn: Path) -> Callable[..., Path]:
+    """The directory of a run of one step of a detector whose scores differ: those of new models are equal."""
+
+    def of(name: str = "rt_detr_v2", *words: str) -> Path:
+        options = dict(families.FAMILIES)[name]
+        torch.manual_seed(0)
+        model = detector(name, 3, options=options)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.ndim > 1:
+                    weight.add_(0.1 * torch.randn_like(weight))
+        model.net.save_pretrained("weights")  # type: ignore[union-attr,operator]
+        given = "model.options=" + json.dumps(options).replace('"', "")
+        return train(*WORDS, f"model.name={name}", given, *words).directory  # type: ignore[no-any-return]
+
+    return of
+
+
+def export(json_of: Any, directory: Path, *words: str) -> dict[str, Any]:
+    return json_of("export", "threads=1", f"ckpt_path={directory}", "batch_sizes=[1,3]", *words)  # type: ignore[no-any-return]
+
+
+def test_a_program_of_torch_has_the_outputs_of_the_model(trained: Any, json_of: Any, rejected: Any) -> None:
+    directory = trained()
+    record = export(json_of, directory)
+    assert [(row["batch_size"], row["max_rel"] <= 1e-5) for row in record["comparison"]] == [(1, True), (3, True)]
+    assert [(each["name"], each["shape"]) for each in record["output"]] == [
+        ("logits", ["batch", 20, 2]), ("boxes", ["batch", 20, 4]),
+    ]  # fmt: skip
+    assert (record["activation"], record["classes"]) == ("sigmoid", drawn_objects.NAMES)
+    assert record["preprocessing"]["image_size"] == [64, 64]
+    call = ("export", "threads=1", f"ckpt_path={directory}")
+    assert "split: needs a model" in rejected(*call, "split=val").err
+    assert "split: needs a model" in rejected(*call, "format=onnx", "quantize=int8").err
+    assert "model.size: is null" in rejected(*call, "model.size=null").err
+
+
+@needs("export")
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rt_detr_v2", ()),
+        ("rt_detr_v2", ("include_preprocessing=true",)),
+        ("detr", ()),
+        ("d_fine", ()),
+        ("conditional_detr", ()),
+    ],
+)
+def test_the_script_of_the_documentation_finds_what_predict_finds(
+    name: str, words: tuple[str, ...], trained: Any, json_of: Any, accepted: Any, workdir: Path
+) -> None:
+    directory = trained(name)
+    record = export(json_of, directory, "format=onnx,torch_export", "output=out", "tolerance=1e-4", *words)
+    assert len(record["comparison"]) == 4
+    random = np.random.default_rng(0)
+    pictures = workdir / "pictures"
+    pictures.mkdir()
+    for number in range(20):
+        coarse = Image.fromarray(random.integers(0, 256, (5, 4, 3), dtype=np.uint8))
+        coarse.resize((int(random.integers(30, 200)), int(random.integers(30, 200)))).save(
+            pictures / f"{number:02}.png"
+        )
+    accepted("predict", "threads=1", f"ckpt_path={directory}", "input=pictures", "output=found.jsonl")
+
+    (script,) = re.findall(
+        r"`boxes.py`:\n\n```python\n(.*?)^```$", (DOCS / "howto/detection.md").read_text(), re.M | re.S
+    )
+    assert script.count("\n") <= 40
+    Path("boxes.py").write_text(script)
+    description = json.loads(Path("out/model.json").read_text())
+    Path("out/model.json").write_text(json.dumps({**description, "threshold": -0.5}))  # as predict lists all
+    call = [sys.executable, "boxes.py", "out", *sorted(str(each) for each in pictures.iterdir())]
+    output = subprocess.run(call, capture_output=True, text=True, check=True, env={"PATH": ""}).stdout
+    said = [json.loads(line) for line in output.splitlines()]
+    rows = [json.loads(line) for line in Path("found.jsonl").read_text().splitlines()]
+    assert len(rows) == 20
+    score, pixels = (1e-2, 1.0) if words else (1e-4, 0.02)  # bytes are rounded
+    for row in rows:
+        mine = [each for each in said if Path(each["picture"]).name == Path(row["path"]).name]
+        assert len(mine) == len(row["scores"])
+        own = np.array([[each["score"], *each["box"], drawn_objects.NAMES.index(each["name"]) + 1] for each in mine])
+        theirs = np.column_stack([row["scores"], row["boxes"], row["labels"]])
+        scaled = [np.array(each) / [score, *[pixels] * 4, 0.1] for each in (theirs, own)]
+        apart = np.abs(scaled[0][:, None] - scaled[1][None]).max(-1)
+        assert apart.min(1).max() < 1, row["path"]
+        assert apart.min(0).max() < 1, row["path"]
+
+
+def test_detectors_of_torchvision_cannot_be_exported(train: Any, rejected: Any, drawn: Path) -> None:
+    words = (*drawn_objects.COCO, "data.root=drawn", "data.batch_size=2", "data.num_workers=0", "threads=1", "epochs=1")
+    small = ("experiment=detection", "model.name=ssdlite320_mobilenet_v3_large", "max_steps=1", "evaluate.test=false")
+    directory = train(*words, *small).directory
+    result = rejected("export", "threads=1", f"ckpt_path={directory}")
+    assert "model: takes a list of images" in result.err
+    assert "model=transformers_detection" in result.err
