@@ -13,7 +13,7 @@ from typing import Any
 import drawn_objects
 import numpy as np
 import pytest
-import test_transformers_detection as families
+import tiny_detectors as families
 import torch
 from docs_pages import DOCS
 from extras import needs
@@ -23,7 +23,13 @@ from runner.models.transformers_detection import detector
 
 pytestmark = [needs("detection"), needs("transformers")]
 WORDS = (*families.WORDS, "epochs=1", "max_steps=1", "model.weights=weights")
-drawn = families.drawn
+
+
+@pytest.fixture
+def drawn(workdir: Path) -> Path:
+    drawn_objects.draw(workdir / "drawn", "train", 6, 0)
+    drawn_objects.draw(workdir / "drawn", "val", 5, 1)
+    return workdir / "drawn"
 
 
 @pytest.fixture
