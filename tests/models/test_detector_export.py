@@ -13,16 +13,20 @@ from typing import Any
 import drawn_objects
 import numpy as np
 import pytest
-import tiny_detectors as families
 import torch
 from docs_pages import DOCS
 from extras import needs
 from PIL import Image
+from tiny_detectors import FAMILIES
 
 from runner.models.transformers_detection import detector
 
 pytestmark = [needs("detection"), needs("transformers")]
-WORDS = (*families.WORDS, "epochs=1", "max_steps=1", "model.weights=weights")
+WORDS = (
+    *drawn_objects.COCO, "experiment=detection", "data.root=drawn", "data.batch_size=2", "data.num_workers=0", "threads=1",
+    "epochs=1", "max_steps=1", "evaluate.test=false", "evaluate.batch_size=3",
+)  # fmt: skip
+DETECTOR = ("model=transformers_detection", "model.size=64", "model.name=weights", "model.weights=weights", "lr=1e-5")
 
 
 @pytest.fixture
@@ -36,17 +40,15 @@ def drawn(workdir: Path) -> Path:
 def trained(train: Callable[..., Any], drawn: Path) -> Callable[..., Path]:
     """The directory of a run of one step of a detector whose scores differ: those of new models are equal."""
 
-    def of(name: str = "rt_detr_v2", *words: str) -> Path:
-        options = dict(families.FAMILIES)[name]
+    def of(name: str = "rt_detr_v2") -> Path:
         torch.manual_seed(0)
-        model = detector(name, 3, options=options)
+        model = detector(name, 3, options=dict(FAMILIES)[name])
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.ndim > 1:
                     weight.add_(0.1 * torch.randn_like(weight))
         model.net.save_pretrained("weights")  # type: ignore[union-attr,operator]
-        given = "model.options=" + json.dumps(options).replace('"', "")
-        return train(*WORDS, f"model.name={name}", given, *words).directory  # type: ignore[no-any-return]
+        return train(*WORDS, *DETECTOR).directory  # type: ignore[no-any-return]
 
     return of
 
@@ -123,9 +125,7 @@ def test_the_script_of_the_documentation_finds_what_predict_finds(
 
 
 def test_detectors_of_torchvision_cannot_be_exported(train: Any, rejected: Any, drawn: Path) -> None:
-    words = (*drawn_objects.COCO, "data.root=drawn", "data.batch_size=2", "data.num_workers=0", "threads=1", "epochs=1")
-    small = ("experiment=detection", "model.name=ssdlite320_mobilenet_v3_large", "max_steps=1", "evaluate.test=false")
-    directory = train(*words, *small).directory
+    directory = train(*WORDS, "model.name=ssdlite320_mobilenet_v3_large").directory
     result = rejected("export", "threads=1", f"ckpt_path={directory}")
     assert "model: takes a list of images" in result.err
     assert "model=transformers_detection" in result.err
