@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from docs_pages import DOCS
+from extended import some
 from extras import needs
 from PIL import Image
 from tiny_detectors import FAMILIES
@@ -57,14 +58,16 @@ def export(json_of: Any, directory: Path, *words: str) -> dict[str, Any]:
     return json_of("export", "threads=1", f"ckpt_path={directory}", "batch_sizes=[1,3]", *words)  # type: ignore[no-any-return]
 
 
-def test_a_program_of_torch_has_the_outputs_of_the_model(trained: Any, json_of: Any, rejected: Any) -> None:
-    directory = trained()
+@pytest.mark.parametrize("name", some(["detr", "rt_detr_v2", "rt_detr"], 0))
+def test_a_program_of_torch_has_the_outputs_of_the_model(name: str, trained: Any, json_of: Any, rejected: Any) -> None:
+    directory = trained(name)
     record = export(json_of, directory)
     assert [(row["batch_size"], row["max_rel"] <= 1e-5) for row in record["comparison"]] == [(1, True), (3, True)]
     assert [(each["name"], each["shape"]) for each in record["output"]] == [
-        ("logits", ["batch", 20, 2]), ("boxes", ["batch", 20, 4]),
+        ("logits", ["batch", 20, 2 + (name == "detr")]), ("boxes", ["batch", 20, 4]),
     ]  # fmt: skip
-    assert (record["activation"], record["classes"]) == ("sigmoid", drawn_objects.NAMES)
+    assert record["activation"] == ("softmax" if name == "detr" else "sigmoid")
+    assert record["classes"] == drawn_objects.NAMES
     assert record["preprocessing"]["image_size"] == [64, 64]
     call = ("export", "threads=1", f"ckpt_path={directory}")
     assert "split: needs a model" in rejected(*call, "split=val").err

@@ -147,8 +147,6 @@ class Raw(nn.Module):
     `description` is what `model.json` says of the way from these to objects.
     """
 
-    strict_export = True
-
     def __init__(self, net: Any, size: int, processor: Any) -> None:
         super().__init__()
         normalized, softmax = processor.do_normalize, net.config.model_type == "detr"
@@ -156,8 +154,9 @@ class Raw(nn.Module):
         self.mean = list(processor.image_mean) if normalized else [0.0] * 3
         self.std = list(processor.image_std) if normalized else [1.0] * 3
         queries = net.config.num_queries
+        self.strict_export = "RTDetr" in type(processor).__name__  # whose code fixes the batch size otherwise
         # transformers keeps 100 for the other families, the default of its function
-        many = queries if "RTDetr" in type(processor).__name__ else min(100, queries * net.config.num_labels)
+        many = queries if self.strict_export else min(100, queries * net.config.num_labels)
         after = {"box_format": "cxcywh", "box_unit": "fraction of the image", "first_label": 1}
         after |= {"background": "last logit", "kept": queries} if softmax else {"background": None, "kept": many}
         found = "softmax" if softmax else "sigmoid"
