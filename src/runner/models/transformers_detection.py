@@ -160,7 +160,7 @@ class Raw(nn.Module):
         after = {"box_format": "cxcywh", "box_unit": "fraction of the image", "first_label": 1}
         after |= {"background": "last logit", "kept": queries} if softmax else {"background": None, "kept": many}
         found = "softmax" if softmax else "sigmoid"
-        self.description = {"activation": found, "threshold": 0.5, "postprocessing": after}
+        self.description = {"activation": found, "threshold": 0.5, "resize": "whole image", "postprocessing": after}
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Logits and boxes of all queries."""

@@ -71,20 +71,9 @@ def run(composition: Composition) -> float:
     # Exported models predict only
     model = model_of(modules).requires_grad_(False)
     samples = max(EXAMPLES, *config.batch_sizes)
-    detects = callable(getattr(model, "export_model", None))
-    if detects:
-        model = model.export_model()
-        normalize = dataclasses.replace(config.data.normalize, mean=model.mean, std=model.std)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, normalize=normalize))
-        resolved = dataclasses.replace(resolved, config=config)
-        image, inputs = DataFacts(resolved.classes, 3, model.image_size), {}
-    elif isinstance(task, Detection) and not hasattr(task, "export_inputs"):
-        raise UserError(
-            "model", "takes a list of images of any size, which no format has", "model=transformers_detection"
-        )
-    else:
-        image, inputs = _inputs_of_samples(resolved, task, model) if config.data.images is not None else (data, {})
-    if measures and (inputs or detects):
+    resolved, model, image, inputs = _prepared(resolved, task, model, data)
+    config, description = resolved.config, getattr(model, "description", {})
+    if measures and (inputs or description):
         raise UserError("split", "needs a model that takes one field of images, and is not a detector", "null")
     if inputs:
         inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
@@ -127,10 +116,8 @@ def run(composition: Composition) -> float:
         )
     record = _description(resolved, task, image, inputs, outputs)
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
+    record |= description
     record |= {"split": config.split or "val", "metrics": metrics} if measures else {}
-    if detects:
-        record |= model.description
-        record["preprocessing"]["resize"] = "the whole image, bilinear with antialiasing"
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=named)
     report.line(resolved.described())
@@ -145,6 +132,24 @@ def run(composition: Composition) -> float:
         print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
         raise SystemExit(FAILED)
     return float(max(each["max_rel"] for each in held))
+
+
+def _prepared(
+    resolved: ResolvedCheckpoint[Export], task: Task, model: Any, data: DataFacts
+) -> tuple[Any, Any, Any, Any]:
+    """The checkpoint, the model to export, what is known of its images, and its inputs, empty if they are images."""
+    if callable(getattr(model, "export_model", None)):
+        model = model.export_model()
+        normalize = dataclasses.replace(resolved.config.data.normalize, mean=model.mean, std=model.std)
+        own = dataclasses.replace(resolved.config.data, normalize=normalize)
+        resolved = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, data=own))
+        return resolved, model, DataFacts(resolved.classes, 3, model.image_size), {}
+    if isinstance(task, Detection) and not hasattr(task, "export_inputs"):
+        raise UserError(
+            "model", "takes a list of images of any size, which no format has", "model=transformers_detection"
+        )
+    images = resolved.config.data.images
+    return resolved, model, *((data, {}) if images is None else _inputs_of_samples(resolved, task, model))
 
 
 def _noise(resolved: ResolvedCheckpoint[Export], image: DataFacts, samples: int) -> Tensor:
