@@ -75,10 +75,8 @@ def run(composition: Composition) -> float:
     config, description = resolved.config, getattr(model, "description", {})
     if measures and (inputs or description):
         raise UserError("split", "needs a model that takes one field of images, and is not a detector", "null")
-    if inputs:
-        inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
-    else:
-        inputs = {INPUT: _noise(resolved, image, samples)}
+    inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
+    inputs = inputs or {INPUT: _noise(resolved, image, samples)}
     if "torchscript" in chosen:
         report.warn("torch deprecates TorchScript; torch_export replaces it")
     if config.include_preprocessing and config.transform.eval:
