@@ -69,7 +69,7 @@ def run(composition: Composition) -> float:
     data = resolved.data_facts()
     task, modules = resolved.restore_model(data, _CPU)
     # Exported models predict only
-    model = model_of(modules).requires_grad_(False)
+    model: Any = model_of(modules).requires_grad_(False)
     samples = max(EXAMPLES, *config.batch_sizes)
     resolved, model, image, inputs = _prepared(resolved, task, model, data)
     config, description = resolved.config, getattr(model, "description", {})
@@ -134,7 +134,7 @@ def run(composition: Composition) -> float:
 
 def _prepared(
     resolved: ResolvedCheckpoint[Export], task: Task, model: Any, data: DataFacts
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[ResolvedCheckpoint[Export], Any, DataFacts, Inputs]:
     """The checkpoint, the model to export, what is known of its images, and its inputs, empty if they are images."""
     if callable(getattr(model, "export_model", None)):
         model = model.export_model()
@@ -146,8 +146,10 @@ def _prepared(
         raise UserError(
             "model", "takes a list of images of any size, which no format has", "model=transformers_detection"
         )
-    images = resolved.config.data.images
-    return resolved, model, *((data, {}) if images is None else _inputs_of_samples(resolved, task, model))
+    if resolved.config.data.images is not None:
+        data, inputs = _inputs_of_samples(resolved, task, model)
+        return resolved, model, data, inputs
+    return resolved, model, data, {}
 
 
 def _noise(resolved: ResolvedCheckpoint[Export], image: DataFacts, samples: int) -> Tensor:
