@@ -24,6 +24,7 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
+from runner.run.budget import fix_steps
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
@@ -142,11 +143,18 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
     with contextlib.ExitStack() as ending:
         try:
             start = resume.made_of(found, "position", Position) if found else None
-            # Variants that another run in this process compiled would count against torch's limit
-            if config.compile:
-                forget_compiled()
             # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
-            run = build_run(config, start, make_cache=may_write_cache(config, directory.composition.values))
+            make_cache = may_write_cache(config, directory.composition.values)
+
+            def build(config: Train) -> Run:
+                # Variants that another run in this process compiled would count against torch's limit
+                if config.compile:
+                    forget_compiled()
+                return build_run(config, start, make_cache=make_cache)
+
+            config, rows = fix_steps(config, directory, signals, build, _rehearse)
+            run = build(config)
+            run.data.choices.extend(rows)
             ending.callback(run.data.close)
             # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
             run.warnings += validate_limits(run)
@@ -162,8 +170,17 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
     return best
 
 
+def _rehearse(run: Run, directory: RunDirectory, signals: Any, also_call: list[Any]) -> None:
+    """Train a run that does not count to its end, whose time is measured."""
+    with contextlib.ExitStack() as ending:
+        ending.callback(run.data.close)
+        _train(run, directory, signals, ending, also_call)
+    if world().first:
+        directory.draw_curves(run.config.log.curves)
+
+
 def _train(
-    run: Run, directory: RunDirectory, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
+    run: Run, directory: RunDirectory, signals: Any, ending: contextlib.ExitStack, also_call: Sequence[Any]
 ) -> float | None:
     """See `train`."""
     config, data, state, console, found = run.config, run.data, run.state, directory.console, directory.found

@@ -203,6 +203,7 @@ def problems_in(
     config, problems = typed(schema, values)
     if config is not None:
         problems += [*conflicts(config), *two_rates(values, composition.overrides)]
+        problems += two_lengths(values, composition.overrides, stored=bool(where))
         # `lr` is short for `optimizer.lr`, and from here on only the long form exists
         if isinstance(config.lr, float):
             config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
@@ -246,6 +247,14 @@ def two_rates(values: dict[str, Any], words: Sequence[str]) -> list[Problem]:
     if values.get("lr") is None or named.get("lr", "null") == "null" or "optimizer.lr" not in named:
         return []
     return [Problem("lr", f"is {named['lr']}, and optimizer.lr is given too", "one of them")]
+
+
+def two_lengths(values: dict[str, Any], words: Sequence[str], stored: bool) -> list[Problem]:
+    """A problem if the command line gives a length beside `budget`; that of a stored config has had its effect."""
+    if values.get("budget") is None or (stored and not says("budget", words)):
+        return []
+    given = [key for key in ("epochs", "max_steps") if values.get(key) is not None and says(key, words)]
+    return [Problem(key, f"is {values[key]}, and budget determines the number of steps", "one of them") for key in given]
 
 
 def statistics_of_others(config: Train, composition: Composition) -> list[Problem]:

@@ -49,11 +49,11 @@ def _of_length(config: Train) -> Broken:
         yield "lr", message, f"null, and {', '.join(f'{key}.lr' for key in optimizers)}"
     if config.dry_run and type(config) is not Train:
         yield "dry_run", "is true, which is for train: it builds a run and tries one step", "false, or the verb train"
-    if config.max_time is not None:
+    for key, time in (("max_time", config.max_time), ("budget", config.budget)):
         try:
-            seconds(config.max_time)
+            seconds(time or "1")
         except ValueError:
-            yield "max_time", f"cannot be {config.max_time}", f"{DURATION}, or null"
+            yield key, f"cannot be {time}", f"{DURATION}, or null"
     parts = config.name.split("/")
     if any(part in ("", ".", "..") or part.startswith("~") for part in parts) or set("=,") & set(config.name):
         yield "name", f"'{config.name}' cannot be a folder name", "letters, digits, - _ . and / between folders"

@@ -16,8 +16,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import yaml
 
+from runner.base.durations import seconds
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain
 from runner.base.files import make_folder, write_atomically, write_json, writing
 from runner.base.reading import number_or_none, read_summary
@@ -66,6 +68,10 @@ class RunDirectory:
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
+        # The start of a command counts too; where others start a run, they have done more than that
+        command = composition.job_dir is None and Path(sys.argv[0]).name in ("runner", "__main__.py")
+        self.began = psutil.Process().create_time() if command else time.time()  # in seconds since 1970
+        self._used_before = 0.0  # share of the budget, by what a resumed run was
         self._training_since: tuple[float, float | None] | None = None
 
     @classmethod
@@ -76,7 +82,7 @@ class RunDirectory:
         """
         directory = cls(job.composition)
         directory.config, directory.found = job.config, found
-        directory.differences, directory.warnings = job.differences, job.warnings
+        directory.differences, directory.warnings, directory.began = job.differences, job.warnings, job.began
         directory._use(job.path if rank == 0 else scratch)
         # All ranks read the same checkpoints
         directory.checkpoints = job.path / "checkpoints"
@@ -89,7 +95,7 @@ class RunDirectory:
     def job(self) -> Job:
         """What every rank of the run gets."""
         found = self.found.path if self.found else None
-        return Job(self.composition, self.config, self.differences, self.warnings, self.path, found)
+        return Job(self.composition, self.config, self.differences, self.warnings, self.path, found, self.began)
 
     def _use(self, path: Path) -> None:
         self.path, self.checkpoints, self.plots = path, path / "checkpoints", path / "plots"
@@ -193,6 +199,7 @@ class RunDirectory:
         # A resumed run loads nothing from `init_from`: the earlier summary knows where its weights once came from
         before = read_summary(found.path.parents[1]) if found and found.path.parent.name == "checkpoints" else None
         self.summary |= {"init_from": before["init_from"]} if before and "init_from" in before else {}
+        self._used_before = number_or_none(at(before, "budget_used")) or 0.0
         # The config of a resumed run is the stored one, which the defaults of this command do not describe.
         kept = at(before, "choices") if found else self.composition.group_choices
         self.summary["choices"] = (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
@@ -234,6 +241,7 @@ class RunDirectory:
             "monitor": monitor or None,
             "global_step": state.position.global_step,
         }
+        self._note_budget()
         return self.summary
 
     def note_trained(self, loop: Loop) -> None:
@@ -244,6 +252,11 @@ class RunDirectory:
             self.summary["pruned"] = loop.stop_reason
         self.update(loop.state, loop.monitor[0])
         self.summary["weights_sha256"] = weights_sha256(loop.state.model.state_dict())
+
+    def _note_budget(self) -> None:
+        if self.config.budget is not None:
+            used = self._used_before + (time.time() - self.began) / seconds(self.config.budget)
+            self.summary |= {"budget": self.config.budget, "budget_used": round(used, 4)}
 
     def draw_curves(self, wanted: bool) -> None:
         """Draw the metrics over the steps into `plots/curves.png`, or remove those of an earlier part of the run."""
@@ -301,6 +314,8 @@ class RunDirectory:
         if not self.is_open:
             return
         self.summary["wall_s"] = round(time.perf_counter() - self._began, 3)
+        if "budget" in self.summary:
+            self._note_budget()
         # A full disk must not hide the first error: the exit code stays, and the failure to write is reported
         try:
             self.write_summary(self.summary)
@@ -336,6 +351,7 @@ class Job(NamedTuple):
     warnings: list[str]
     path: Path  # of the directory
     checkpoint: Path | None  # to resume from, which each rank reads itself
+    began: float  # when the command did, in seconds since 1970
 
 
 def post_mortem(error: BaseException) -> None:

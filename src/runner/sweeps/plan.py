@@ -22,7 +22,7 @@ from runner.config.load import compose_job, problems_in, problems_without_import
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 # These do not count at their default, as the ledgers of earlier versions lack them.
-_ADDED = {"data.decode": "auto", "transform.close_epochs": 0}
+_ADDED = {"budget": None, "data.decode": "auto", "transform.close_epochs": 0}
 
 
 @dataclass(frozen=True)

@@ -112,6 +112,7 @@ class Train(Section):
     seed: NonNegative = 0
     epochs: Count | None = 30
     max_steps: Count | None = None
+    budget: str | None = None
     max_time: str | None = None
     ckpt_path: str | None = None
     lr: Annotated[float, Gt(0)] | None = None
