@@ -254,7 +254,9 @@ def two_lengths(values: dict[str, Any], words: Sequence[str], stored: bool) -> l
     if values.get("budget") is None or (stored and not says("budget", words)):
         return []
     given = [key for key in ("epochs", "max_steps") if values.get(key) is not None and says(key, words)]
-    return [Problem(key, f"is {values[key]}, and budget determines the number of steps", "one of them") for key in given]
+    return [
+        Problem(key, f"is {values[key]}, and budget determines the number of steps", "one of them") for key in given
+    ]
 
 
 def statistics_of_others(config: Train, composition: Composition) -> list[Problem]:

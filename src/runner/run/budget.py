@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,10 +38,8 @@ _SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again fo
 _WARM, _FEWEST, _ENDLESS = 3, 20, 10**6  # steps
 
 
-class Rehearsal(Protocol):
-    """Trains a run to its end in a directory, as the one that counts will be."""
-
-    def __call__(self, run: Run, directory: RunDirectory, signals: Any, also_call: list[Any]) -> Any: ...
+Rehearsal = Callable[[Run, RunDirectory, Any, list[Any]], None]
+"""Trains a run to its end in a directory; what is given besides stands in for its signals, and for further callbacks."""
 
 
 class _Clock:
@@ -126,9 +124,13 @@ def fix_steps(
         return steps * found.step + found.evaluation * sum(math.ceil(steps / each) for each in intervals)
 
     steps = bisect.bisect_right(range(1, _ENDLESS**2), left, key=needed)
-    reason = f"{1000 * found.step:.3g} ms a step, {found.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
+    reason = (
+        f"{1000 * found.step:.3g} ms a step, {found.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
+    )
     if steps < _FEWEST:
-        raise UserError("budget", f"{config.budget} allows {steps} steps: {reason}", f"a time for {_FEWEST} steps or more")
+        raise UserError(
+            "budget", f"{config.budget} allows {steps} steps: {reason}", f"a time for {_FEWEST} steps or more"
+        )
     if steps < found.epoch:
         directory.warnings.append(f"budget={config.budget} allows less than one epoch: {steps} steps of {found.epoch}")
     fixed = with_changes(config, {"epochs": None, "max_steps": steps})
@@ -179,5 +181,5 @@ def _measure(
     start = clock.warm - began - _WARM * step
     evaluation = statistics.median(clock.evaluations) + missing(run.data.val) if clock.evaluations else 0.0
     end = ended - clock.boundary + missing(run.data.test if config.evaluate.test else None)
-    longest = map(max, *ranks.gather((start, step, evaluation, end)), [0.0] * 4)
-    return _Costs(*longest, run.plan.steps)
+    costs = ranks.gather(_Costs(start, step, evaluation, end, run.plan.steps))
+    return _Costs(*map(max, zip(*costs, strict=True)))

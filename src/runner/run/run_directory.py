@@ -71,7 +71,6 @@ class RunDirectory:
         # The start of a command counts too; where others start a run, they have done more than that
         command = composition.job_dir is None and Path(sys.argv[0]).name in ("runner", "__main__.py")
         self.began = psutil.Process().create_time() if command else time.time()  # in seconds since 1970
-        self._used_before = 0.0  # share of the budget, by what a resumed run was
         self._training_since: tuple[float, float | None] | None = None
 
     @classmethod
@@ -199,7 +198,6 @@ class RunDirectory:
         # A resumed run loads nothing from `init_from`: the earlier summary knows where its weights once came from
         before = read_summary(found.path.parents[1]) if found and found.path.parent.name == "checkpoints" else None
         self.summary |= {"init_from": before["init_from"]} if before and "init_from" in before else {}
-        self._used_before = number_or_none(at(before, "budget_used")) or 0.0
         # The config of a resumed run is the stored one, which the defaults of this command do not describe.
         kept = at(before, "choices") if found else self.composition.group_choices
         self.summary["choices"] = (kept if isinstance(kept, dict) else {}) | self.composition.given_choices
@@ -255,7 +253,7 @@ class RunDirectory:
 
     def _note_budget(self) -> None:
         if self.config.budget is not None:
-            used = self._used_before + (time.time() - self.began) / seconds(self.config.budget)
+            used = (time.time() - self.began) / seconds(self.config.budget)
             self.summary |= {"budget": self.config.budget, "budget_used": round(used, 4)}
 
     def draw_curves(self, wanted: bool) -> None:

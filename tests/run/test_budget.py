@@ -1,0 +1,136 @@
+"""`budget=10m`: the number of steps that fit is measured, stored, and all that a run with this number typed can tell of it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from runner.run import budget
+
+SMALL = (
+    "data=synthetic",
+    "data.dataset.samples=100",
+    "data.image_size=8",
+    "data.batch_size=16",
+    "model=small_cnn",
+    "model.width=4",
+)
+FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
+OF_THE_MACHINE = ("samples_per_s", "data_wait", "peak_memory_mib")
+RUN = (*SMALL, "model.dropout=0.2", "ema=0.9", "budget=100s")
+
+
+@pytest.fixture
+def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make parts of a run cost other times than those measured, so that a test does not depend on the machine."""
+    measure = budget._measure
+
+    def set_to(**seconds: float) -> None:
+        given = {"start": 0.0, "end": 0.0, "step": 1.0, "evaluation": 1.0} | seconds
+        monkeypatch.setattr(budget, "_measure", lambda *words: measure(*words)._replace(**given))
+        # So that the time that the test has taken does not count
+        monkeypatch.setattr(budget.time, "time", lambda: 0.0)
+        monkeypatch.setattr("runner.run.run_directory.time.time", lambda: 0.0)
+
+    monkeypatch.setattr(budget, "_MOST_S", 0.05)
+    return set_to
+
+
+def stored(result: Any) -> tuple[Any, ...]:
+    config = yaml.safe_load((result.directory / "config.yaml").read_text())
+    return config["budget"], config["epochs"], config["max_steps"]
+
+
+def test_the_number_is_stored_and_gives_the_bits_and_metrics_of_a_run_with_this_number(train: Any, costs: Any) -> None:
+    costs()
+    found = train(*RUN)
+    # 98 seconds are left: 84 steps in 14 epochs of 6 steps, each of which ends with an evaluation
+    assert stored(found) == ("100s", None, 84)
+    (row,) = (line for line in found.out.splitlines() if line.strip().startswith("budget "))
+    assert "100s, 84 steps" in row
+    assert "1e+03 ms a step" in row
+    assert found.summary["budget"] == "100s"
+    assert sorted(path.name for path in found.directory.iterdir() if path.name.startswith(".")) == [".lock"]
+    typed = train(*RUN[:-1], "epochs=null", "max_steps=84")
+    assert found.summary["weights_sha256"] == typed.summary["weights_sha256"]
+    for split in ("train", "val", "test"):
+        one, other = (
+            [{name: value for name, value in line.items() if name not in OF_THE_MACHINE} for line in each.logged(split)]
+            for each in (found, typed)
+        )
+        assert one
+        assert one == other
+
+
+def test_evaluations_a_test_and_a_start_leave_less_for_steps(train: Any, costs: Any) -> None:
+    costs(evaluation=12.0, start=10.0, end=4.0)
+    assert stored(train(*RUN))[2] == 24  # each epoch of 6 steps takes 18 seconds of 84
+    assert stored(train(*RUN, "evaluate.every_epochs=null", "ema=null"))[2] == 84
+    assert stored(train(*RUN, "evaluate.every_epochs=null", "evaluate.every_steps=30"))[2] == 60
+
+
+def test_a_killed_run_has_the_bits_of_an_undisturbed_one(train: Any, killed: Any, costs: Any) -> None:
+    costs()
+    directory = killed(30, *FAST, *RUN, "checkpoint.every_steps=10")
+    again = train(f"ckpt_path={directory}", "callbacks=none", "budget=100s")
+    assert "resumed from" in again.out
+    assert stored(again) == ("100s", None, 84)
+    assert again.summary["weights_sha256"] == train(*RUN[:-1], "epochs=null", "max_steps=84").summary["weights_sha256"]
+    # More steps may be typed, which is then the length
+    assert stored(train(f"ckpt_path={again.directory}", "max_steps=90")) == ("100s", None, 90)
+
+
+def test_the_same_words_continue_an_interrupted_run_with_its_number(run: Any, bomb: Any, costs: Any) -> None:
+    costs()
+    words = ("train", *bomb(30, signal.SIGTERM), *RUN, "resume=auto")
+    first = run(*words)
+    assert (first.status, stored(first)[2]) == (75, 84)
+    costs(step=2.0)  # measured again, fewer steps would fit
+    again = run(*words)
+    assert again.status == 0, again.err
+    assert again.directory == first.directory
+    assert again.summary["global_step"] == stored(again)[2] == 84
+    assert again.summary["budget_used"] >= first.summary["budget_used"]
+    # Another budget is another run
+    assert run(*words[:-1], "budget=50s", "resume=auto").directory != first.directory
+
+
+def test_too_few_steps_are_refused_and_less_than_an_epoch_is_a_warning(train: Any, rejected: Any, costs: Any) -> None:
+    costs(step=5.5, evaluation=0.0)
+    assert "budget: 100s allows 17 steps" in rejected("train", *FAST, *RUN).err
+    costs(step=4.0, evaluation=0.0)
+    assert "less than one epoch: 24 steps of 90" in train(*RUN, "data.batch_size=1").out
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ("budget=5m max_steps=100", "max_steps", "budget"),
+        ("budget=5m epochs=3", "epochs", "budget"),
+        ("budget=soon", "budget", "cannot be soon"),
+        ("budget=0", "budget", "cannot be 0"),
+    ],
+)
+def test_a_second_length_is_refused(rejected: Any, words: str, key: str, reason: str) -> None:
+    problems = [line for line in rejected("train", *words.split()).err.splitlines() if f"{key}: " in line]
+    assert any(reason in line for line in problems)
+
+
+def test_a_run_of_other_length_cannot_get_a_budget(train_once: Any, rejected: Any) -> None:
+    directory = train_once(*SMALL, "epochs=1").directory
+    assert "budget: cannot change when resuming" in rejected("train", f"ckpt_path={directory}", "budget=1m").err
+
+
+@pytest.mark.extended
+def test_ranks_train_the_same_number_of_steps_and_a_restart_keeps_it(run: Any, workdir: Any) -> None:
+    words = (*FAST, *SMALL, "devices=2", "budget=25s")
+    result = run("train", *words)
+    assert result.status == 0, result.err + result.out
+    number = stored(result)[2]
+    assert result.summary["global_step"] == number >= 20
+    typed = run("train", *words[:-1], "epochs=null", f"max_steps={number}")
+    assert typed.summary["weights_sha256"] == result.summary["weights_sha256"]
