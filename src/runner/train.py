@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from runner.base.errors import DataFailed
@@ -24,7 +24,7 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
-from runner.run.budget import fix_steps
+from runner.run.budget import Clock, fix_steps
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
@@ -145,14 +145,11 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
             start = resume.made_of(found, "position", Position) if found else None
             # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
             make_cache = may_write_cache(config, directory.composition.values)
-
-            def build(config: Train) -> Run:
-                # Variants that another run in this process compiled would count against torch's limit
-                if config.compile:
-                    forget_compiled()
-                return build_run(config, start, make_cache=make_cache)
-
-            config, rows = fix_steps(config, directory, signals, build, _rehearse)
+            build = functools.partial(build_run, start=start, make_cache=make_cache)
+            config, rows = fix_steps(config, directory, signals, functools.partial(_rehearse, build))
+            # Variants that another run in this process compiled would count against torch's limit
+            if config.compile:
+                forget_compiled()
             run = build(config)
             run.data.choices.extend(rows)
             ending.callback(run.data.close)
@@ -170,17 +167,25 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
     return best
 
 
-def _rehearse(run: Run, directory: RunDirectory, signals: Any, also_call: list[Any]) -> None:
-    """Train a run that does not count to its end, whose time is measured."""
+def _rehearse(build: Callable[[Train], Run], config: Train, directory: RunDirectory, clock: Clock) -> Run:
+    """Build a run, and train it to its end, as the one that counts will be; see `fix_steps`."""
+    if config.compile:
+        forget_compiled()
     with contextlib.ExitStack() as ending:
+        run = build(config)
         ending.callback(run.data.close)
-        _train(run, directory, signals, ending, also_call)
+        _train(run, directory, clock, ending, [clock])
     if world().first:
-        directory.draw_curves(run.config.log.curves)
+        directory.draw_curves(config.log.curves)
+    return run
 
 
 def _train(
-    run: Run, directory: RunDirectory, signals: Any, ending: contextlib.ExitStack, also_call: Sequence[Any]
+    run: Run,
+    directory: RunDirectory,
+    signals: StopSignals | Clock,
+    ending: contextlib.ExitStack,
+    also_call: Sequence[Any],
 ) -> float | None:
     """See `train`."""
     config, data, state, console, found = run.config, run.data, run.state, directory.console, directory.found

@@ -1,10 +1,9 @@
-"""The number of steps that fit into `budget`, which is measured in a short run before the one that counts."""
+"""The number of steps that fit into `budget`, measured in short runs before the one that counts."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import itertools
 import math
 import statistics
@@ -13,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +21,6 @@ from runner.base.errors import UserError
 from runner.config import stored
 from runner.config.keys import with_changes
 from runner.config.schema.train import Train
-from runner.data.module import SplitData
 from runner.distributed.world import world
 from runner.engine.errors import Preempted
 from runner.engine.loop import Loop
@@ -30,36 +28,25 @@ from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
 from runner.runtime.signals import StopSignals
 
-T = TypeVar("T", bound=Train)
-Row = tuple[str, str, str]  # label, value and reason
-
-_USED = 0.985  # of the budget: the end of the process cannot be measured
-_SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again for a part of an evaluation
+_USED = 0.985  # of the budget: the end of the process is not measured
+_SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again for an evaluation
 _WARM, _FEWEST, _ENDLESS = 3, 20, 10**6  # steps
+_OWN = ("runner.engine.", "runner.tracking.loggers.")
 
 
-Rehearsal = Callable[[Run, RunDirectory, Any, list[Any]], None]
-"""Trains a run to its end in a directory; what is given besides stands in for its signals, and for further callbacks."""
-
-
-class _Clock:
-    """A callback that measures a short run and ends it after `limit` seconds; stands between the run and its signals."""
+class Clock:
+    """A callback that measures a run, and ends it after `limit` seconds; the run also takes it for its signals."""
 
     def __init__(self, signals: StopSignals, limit: float) -> None:
-        self._signals, self._limit = signals, limit
+        self._signals, self._limit, self._next, self._stepped = signals, limit, 2 * _WARM, 0.0
         self.began = self.boundary = self.warm = time.perf_counter()
         self.evaluations, self.steps = list[float](), list[float]()  # seconds
-        self._next, self._stepped = 2 * _WARM, 0.0
-        self._asked = list[float]()  # when the run asked for signals, which an evaluation does before each batch
+        self.questions = list[float]()  # times since the last step: an evaluation asks for signals before each batch
 
     def asked(self) -> str:
         """See `StopSignals`."""
-        self._asked.append(time.perf_counter())
+        self.questions.append(time.perf_counter())
         return self._signals.asked()
-
-    def each(self) -> float:
-        """Seconds between the batches that were evaluated last."""
-        return statistics.median([b - a for a, b in itertools.pairwise(self._asked)] or [0.0])
 
     def on_step(self, loop: Loop) -> None:
         """Note the time of a step, and end the run once there are enough."""
@@ -69,41 +56,43 @@ class _Clock:
         self._stepped = time.perf_counter()
         if done == _WARM:
             self.warm = self._stepped
-        if done > _WARM:
+        elif done > _WARM:
             self.steps.append(self._stepped - self.boundary)
         if done == self._next:
             self._next = math.ceil(1.25 * done)
             if world().decide(lambda: self._stepped - self.warm > self._limit):
                 loop.request_stop("enough steps were measured")
-        self._asked.clear()
+        self.questions.clear()
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Note the time of an evaluation."""
         self.evaluations.append(time.perf_counter() - self._stepped)
 
     def on_boundary(self, loop: Loop) -> None:
-        """What follows, such as a save, belongs to the next step, or to the end."""
+        """Note when the next step began, to which saves belong."""
         self.boundary = time.perf_counter()
 
 
 class _Costs(NamedTuple):
-    """Seconds that parts of a run take."""
+    start: float  # seconds from building the run to its first step
+    step: float  # seconds
+    evaluation: float  # seconds
+    end: float  # seconds after the last evaluation: the test, the last save, curves
+    epoch: int  # steps
 
-    start: float  # from its building to its first step
-    step: float
-    evaluation: float
-    end: float  # after the last evaluation: the test, the last save, curves
-    epoch: int  # steps of an epoch
+
+Rehearsal = Callable[[Train, RunDirectory, Clock], Run]
+"""Builds a run, trains it to its end in a directory, and returns it."""
 
 
 def fix_steps(
-    config: T, directory: RunDirectory, signals: StopSignals, build: Callable[[T], Run], rehearse: Rehearsal
-) -> tuple[T, list[Row]]:
+    config: Train, directory: RunDirectory, signals: StopSignals, rehearse: Rehearsal
+) -> tuple[Train, list[tuple[str, str, str]]]:
     """The config with the number of steps that fit into `budget`, and a row that says why; without one the config as it was.
 
-    Two short runs are built and trained in a temporary folder, so that no state of theirs is left: after the first nothing is
-    loaded, compiled or allocated for the first time, and the second is measured. Ranks take the longest times of all. A run
-    that is resumed keeps the number of its checkpoint. A `UserError` says that too few steps fit.
+    Two runs in temporary folders are built and trained for it, so that no state of theirs is left: after the first nothing is
+    loaded or compiled for the first time, and the second is measured. A resumed run keeps the number of its checkpoint.
+    A `UserError` says that too few steps fit.
     """
     if config.budget is None:
         return config, []
@@ -112,74 +101,59 @@ def fix_steps(
         return with_changes(config, {key: known[key] for key in ("epochs", "max_steps") if key not in typed}), []
     total = seconds(config.budget)
     limit = min(_SHARE * total, _MOST_S)
-    measure = functools.partial(_measure, _shortened(config), directory, signals, build, rehearse, limit)
-    first = measure(_WARM, 1)
+    first = _measure(config, directory, Clock(signals, limit), rehearse, _WARM, 1)
     # Of a long evaluation, a part is measured
-    found = measure(_ENDLESS, max(4, int(limit / max(first.evaluation, first.end, 1e-3))))
-    left = _USED * total - (world().decide(time.time) - directory.began) - found.start - found.end
-    of_epochs, of_steps = config.evaluate.every_epochs, config.evaluate.every_steps
-    intervals = [each for each in (of_epochs and of_epochs * found.epoch, of_steps) if each and found.evaluation]
+    batches = max(4, int(limit / max(first.evaluation, first.end)))
+    cost = _measure(config, directory, Clock(signals, limit), rehearse, _ENDLESS, batches)
+    left = _USED * total - world().decide(time.time) + directory.began - cost.start - cost.end
+    intervals = [(config.evaluate.every_epochs or 0) * cost.epoch, config.evaluate.every_steps or 0]
 
     def needed(steps: int) -> float:
-        return steps * found.step + found.evaluation * sum(math.ceil(steps / each) for each in intervals)
+        return steps * cost.step + cost.evaluation * sum(math.ceil(steps / each) for each in intervals if each)
 
     steps = bisect.bisect_right(range(1, _ENDLESS**2), left, key=needed)
     reason = (
-        f"{1000 * found.step:.3g} ms a step, {found.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
+        f"{1000 * cost.step:.3g} ms a step, {cost.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
     )
     if steps < _FEWEST:
         raise UserError(
-            "budget", f"{config.budget} allows {steps} steps: {reason}", f"a time for {_FEWEST} steps or more"
+            "budget", f"{config.budget} allows {steps} steps: {reason}", f"time for {_FEWEST} steps or more"
         )
-    if steps < found.epoch:
-        directory.warnings.append(f"budget={config.budget} allows less than one epoch: {steps} steps of {found.epoch}")
+    if steps < cost.epoch:
+        directory.warnings.append(f"budget={config.budget} allows less than one epoch: {steps} steps of {cost.epoch}")
     fixed = with_changes(config, {"epochs": None, "max_steps": steps})
     return fixed, [("budget", f"{config.budget}, {steps:,} steps", reason)]
 
 
-def _shortened(config: T) -> T:
-    """The config of a run that does not count: without programs of the user, and services that runs are sent to."""
-    changes: dict[str, Any] = {"epochs": None}
-    for key in ("callbacks", "logger"):
-        nodes: dict[str, Any] = getattr(config, key)
-        own = ("runner.engine.", "runner.tracking.loggers.")
-        changes[key] = {name: node for name, node in nodes.items() if str(node["_target_"]).startswith(own)}
-    # A part that is frozen for a time costs the most after it
-    parts = [config.freeze] if isinstance(config.freeze, str) else config.freeze or []
-    frozen = [part for part in parts if "@" not in part and config.unfreeze_at is None]
-    return with_changes(config, changes | {"unfreeze_at": None, "freeze": frozen or None})
-
-
 def _measure(
-    config: T,
-    directory: RunDirectory,
-    signals: StopSignals,
-    build: Callable[[T], Run],
-    rehearse: Rehearsal,
-    limit: float,
-    steps: int,
-    batches: int,
+    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, steps: int, batches: int
 ) -> _Costs:
-    """Train at most `steps` steps or `limit` seconds, and evaluate at most `batches` batches of each split."""
-    began, most = time.perf_counter(), config.limit.eval_batches or sys.maxsize
-    run = build(with_changes(config, {"max_steps": steps, "limit.eval_batches": min(batches, most)}))
-    clock, ranks = _Clock(signals, limit), world()
-    with tempfile.TemporaryDirectory(dir=directory.path, prefix=".measured_") as folder:
-        scratch = RunDirectory.of_rank(directory.job()._replace(path=Path(folder)), None, 1, Path(folder))
+    """Train at most `steps` steps, evaluate at most `batches` batches of each split, and give the longest times of all ranks."""
+    most, ranks = config.limit.eval_batches or sys.maxsize, world()
+    changes: dict[str, Any] = {"epochs": None, "max_steps": steps, "limit.eval_batches": min(batches, most)}
+    # Programs of the user, and services that runs are sent to, are not for a run that does not count
+    for key in ("callbacks", "logger"):
+        nodes = getattr(config, key).items()
+        changes[key] = {name: node for name, node in nodes if str(node["_target_"]).startswith(_OWN)}
+    # A part that is frozen for a time costs the most after it
+    if config.unfreeze_at is not None or "@" in str(config.freeze):
+        changes |= {"unfreeze_at": None, "freeze": None}
+    with tempfile.TemporaryDirectory(dir=directory.path, prefix=".measured_") as own:
+        job = directory.job()._replace(path=Path(ranks.decide(lambda: own)))
+        scratch = RunDirectory.of_rank(job, None, ranks.rank + 1, Path(own))
         with contextlib.closing(scratch.ending):
-            rehearse(run, scratch, clock, [clock])
-    ended = time.perf_counter()
-    if any(ranks.gather(reason := signals.asked())):
-        raise Preempted(reason or "a signal to another rank")
-
-    def missing(split: SplitData | None) -> float:
-        """Seconds of the batches that were not evaluated."""
-        there = min(most, math.ceil(split.samples / split.loader.batch_size)) if split else 0
-        return max(0, there - batches) * clock.each() * (1 + (run.state.averaged is not None)) / ranks.size
-
+            run = rehearse(with_changes(config, changes), scratch, clock)
+        ended = time.perf_counter()
+        if any(ranks.gather(reason := clock.asked())):
+            raise Preempted(reason or "a signal to another rank")
+    pauses = [later - earlier for earlier, later in itertools.pairwise(clock.questions)]
+    each = statistics.median(pauses or [0.0]) * (1 if run.state.averaged is None else 2) / ranks.size
+    val, test = (  # batches that were not evaluated
+        max(0, min(most, math.ceil(split.samples / split.loader.batch_size)) - batches) if split else 0
+        for split in (run.data.val, run.data.test if config.evaluate.test else None)
+    )
     step = statistics.fmean(clock.steps or [0.0])
-    start = clock.warm - began - _WARM * step
-    evaluation = statistics.median(clock.evaluations) + missing(run.data.val) if clock.evaluations else 0.0
-    end = ended - clock.boundary + missing(run.data.test if config.evaluate.test else None)
-    costs = ranks.gather(_Costs(start, step, evaluation, end, run.plan.steps))
-    return _Costs(*map(max, zip(*costs, strict=True)))
+    evaluation = statistics.median(clock.evaluations) + val * each if clock.evaluations else 0.0
+    start, end = clock.warm - clock.began - _WARM * step, ended - clock.boundary + test * each
+    found = ranks.gather(_Costs(start, step, evaluation, end, run.plan.steps))
+    return _Costs(*map(max, zip(*found, strict=True)))
