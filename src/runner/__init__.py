@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 
 TYPE_CHECKING = False  # nothing is imported here: Ctrl-C would show Python's traceback
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 else:
     ModuleType = type(sys)
 
+_BEGAN = time.time()  # of a command
 __version__ = "0.1.0"
 __all__ = ["compose", "evaluate", "gather", "load", "report", "runs", "train"]
 

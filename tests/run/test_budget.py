@@ -30,7 +30,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     measure = budget._measure
 
     def set_to(**seconds: float) -> None:
-        given = {"start": 0.0, "end": 0.0, "step": 1.0, "evaluation": 1.0} | seconds
+        given = {"start": 0.0, "end": 0.001, "step": 1.0, "evaluation": 1.0} | seconds
         monkeypatch.setattr(budget, "_measure", lambda *words: measure(*words)._replace(**given))
         # So that the time that the test has taken does not count
         monkeypatch.setattr(budget.time, "time", lambda: 0.0)

@@ -202,8 +202,8 @@ def problems_in(
     """
     config, problems = typed(schema, values)
     if config is not None:
-        problems += [*conflicts(config), *two_rates(values, composition.overrides)]
-        problems += two_lengths(values, composition.overrides, stored=bool(where))
+        words = composition.overrides
+        problems += [*conflicts(config), *two_rates(values, words), *two_lengths(values, words, where)]
         # `lr` is short for `optimizer.lr`, and from here on only the long form exists
         if isinstance(config.lr, float):
             config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
@@ -249,11 +249,11 @@ def two_rates(values: dict[str, Any], words: Sequence[str]) -> list[Problem]:
     return [Problem("lr", f"is {named['lr']}, and optimizer.lr is given too", "one of them")]
 
 
-def two_lengths(values: dict[str, Any], words: Sequence[str], stored: bool) -> list[Problem]:
-    """A problem if the command line gives a length beside `budget`; that of a stored config has had its effect."""
-    if values.get("budget") is None or (stored and not says("budget", words)):
-        return []
+def two_lengths(values: dict[str, Any], words: Sequence[str], where: str) -> list[Problem]:
+    """A problem if the command line gives a length beside `budget`; that of a file from `where` has had its effect."""
     given = [key for key in ("epochs", "max_steps") if values.get(key) is not None and says(key, words)]
+    if values.get("budget") is None or (where and not says("budget", words)):
+        return []
     return [
         Problem(key, f"is {values[key]}, and budget determines the number of steps", "one of them") for key in given
     ]

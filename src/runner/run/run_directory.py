@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
 import yaml
 
+from runner import _BEGAN
 from runner.base.durations import seconds
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain
 from runner.base.files import make_folder, write_atomically, write_json, writing
@@ -68,10 +68,10 @@ class RunDirectory:
         self._new_folders: list[Path] = []  # that hold the directory, and did not exist before
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
-        # The start of a command counts too; where others start a run, they have done more than that
-        command = composition.job_dir is None and Path(sys.argv[0]).name in ("runner", "__main__.py")
-        self.began = psutil.Process().create_time() if command else time.time()  # in seconds since 1970
         self._training_since: tuple[float, float | None] | None = None
+        # Seconds since 1970; the imports of a command count too
+        command = composition.job_dir is None and Path(sys.argv[0]).name in ("runner", "__main__.py")
+        self.began = _BEGAN if command else time.time()
 
     @classmethod
     def of_rank(cls, job: Job, found: LoadedCheckpoint | None, rank: int, scratch: Path) -> RunDirectory:
@@ -213,7 +213,10 @@ class RunDirectory:
         write_atomically(self.path / "overrides.yaml", text.encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Store status and final metrics."""
+        """Store status and final metrics, and how much of a budget was used."""
+        if budget := getattr(getattr(self, "config", None), "budget", None):
+            used = (time.time() - self.began) / seconds(budget)
+            summary = summary | {"budget": budget, "budget_used": round(used, 4)}
         write_json(self.path / "summary.json", self._masked(summary))
 
     @staticmethod
@@ -239,7 +242,6 @@ class RunDirectory:
             "monitor": monitor or None,
             "global_step": state.position.global_step,
         }
-        self._note_budget()
         return self.summary
 
     def note_trained(self, loop: Loop) -> None:
@@ -250,11 +252,6 @@ class RunDirectory:
             self.summary["pruned"] = loop.stop_reason
         self.update(loop.state, loop.monitor[0])
         self.summary["weights_sha256"] = weights_sha256(loop.state.model.state_dict())
-
-    def _note_budget(self) -> None:
-        if self.config.budget is not None:
-            used = (time.time() - self.began) / seconds(self.config.budget)
-            self.summary |= {"budget": self.config.budget, "budget_used": round(used, 4)}
 
     def draw_curves(self, wanted: bool) -> None:
         """Draw the metrics over the steps into `plots/curves.png`, or remove those of an earlier part of the run."""
@@ -312,8 +309,6 @@ class RunDirectory:
         if not self.is_open:
             return
         self.summary["wall_s"] = round(time.perf_counter() - self._began, 3)
-        if "budget" in self.summary:
-            self._note_budget()
         # A full disk must not hide the first error: the exit code stays, and the failure to write is reported
         try:
             self.write_summary(self.summary)
@@ -349,7 +344,7 @@ class Job(NamedTuple):
     warnings: list[str]
     path: Path  # of the directory
     checkpoint: Path | None  # to resume from, which each rank reads itself
-    began: float  # when the command did, in seconds since 1970
+    began: float  # see `RunDirectory`
 
 
 def post_mortem(error: BaseException) -> None:
