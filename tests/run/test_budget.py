@@ -1,4 +1,4 @@
-"""`budget=10m`: the number of steps that fit is measured, stored, and all that a run with this number typed can tell of it."""
+"""`budget=10m`: the number of steps that fit is measured and stored, and the run is one with this number as `max_steps`."""
 
 from __future__ import annotations
 
