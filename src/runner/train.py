@@ -171,9 +171,8 @@ def _rehearse(build: Callable[[Train], Run], config: Train, directory: RunDirect
     """Build a run, and train it to its end, as the one that counts will be; see `fix_steps`."""
     if config.compile:
         forget_compiled()
-    with contextlib.ExitStack() as ending:
-        run = build(config)
-        ending.callback(run.data.close)
+    run = build(config)
+    with contextlib.closing(run.data), contextlib.ExitStack() as ending:
         _train(run, directory, clock, ending, [clock])
     if world().first:
         directory.draw_curves(config.log.curves)
@@ -181,11 +180,7 @@ def _rehearse(build: Callable[[Train], Run], config: Train, directory: RunDirect
 
 
 def _train(
-    run: Run,
-    directory: RunDirectory,
-    signals: StopSignals | Clock,
-    ending: contextlib.ExitStack,
-    also_call: Sequence[Any],
+    run: Run, directory: RunDirectory, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
 ) -> float | None:
     """See `train`."""
     config, data, state, console, found = run.config, run.data, run.state, directory.console, directory.found

@@ -34,11 +34,12 @@ _WARM, _FEWEST, _ENDLESS = 3, 20, 10**6  # steps
 _OWN = ("runner.engine.", "runner.tracking.loggers.")
 
 
-class Clock:
-    """A callback that measures a run, and ends it after `limit` seconds; the run also takes it for its signals."""
+class Clock(StopSignals):
+    """A callback that measures a run, and ends it after `limit` seconds; it also passes `signals` on to the run."""
 
     def __init__(self, signals: StopSignals, limit: float) -> None:
-        self._signals, self._limit, self._next, self._stepped = signals, limit, 2 * _WARM, 0.0
+        super().__init__()
+        self._signals, self._longest, self._next, self._stepped = signals, limit, 2 * _WARM, 0.0
         self.began = self.boundary = self.warm = time.perf_counter()
         self.evaluations, self.steps = list[float](), list[float]()  # seconds
         self.questions = list[float]()  # times since the last step: an evaluation asks for signals before each batch
@@ -60,7 +61,7 @@ class Clock:
             self.steps.append(self._stepped - self.boundary)
         if done == self._next:
             self._next = math.ceil(1.25 * done)
-            if world().decide(lambda: self._stepped - self.warm > self._limit):
+            if world().decide(lambda: self._stepped - self.warm > self._longest):
                 loop.request_stop("enough steps were measured")
         self.questions.clear()
 
@@ -101,10 +102,10 @@ def fix_steps(
         return with_changes(config, {key: known[key] for key in ("epochs", "max_steps") if key not in typed}), []
     total = seconds(config.budget)
     limit = min(_SHARE * total, _MOST_S)
-    first = _measure(config, directory, Clock(signals, limit), rehearse, _WARM, 1)
+    first = _measure(config, directory, Clock(signals, limit), rehearse, steps=_WARM, batches=1)
     # Of a long evaluation, a part is measured
     batches = max(4, int(limit / max(first.evaluation, first.end)))
-    cost = _measure(config, directory, Clock(signals, limit), rehearse, _ENDLESS, batches)
+    cost = _measure(config, directory, Clock(signals, limit), rehearse, steps=_ENDLESS, batches=batches)
     left = _USED * total - world().decide(time.time) + directory.began - cost.start - cost.end
     intervals = [(config.evaluate.every_epochs or 0) * cost.epoch, config.evaluate.every_steps or 0]
 
@@ -126,7 +127,7 @@ def fix_steps(
 
 
 def _measure(
-    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, steps: int, batches: int
+    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, *, steps: int, batches: int
 ) -> _Costs:
     """Train at most `steps` steps, evaluate at most `batches` batches of each split, and give the longest times of all ranks."""
     most, ranks = config.limit.eval_batches or sys.maxsize, world()
