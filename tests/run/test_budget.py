@@ -126,11 +126,13 @@ def test_a_run_of_other_length_cannot_get_a_budget(train_once: Any, rejected: An
 
 
 @pytest.mark.extended
-def test_ranks_train_the_same_number_of_steps_and_a_restart_keeps_it(run: Any, workdir: Any) -> None:
-    words = (*FAST, *SMALL, "devices=2", "budget=25s")
-    result = run("train", *words)
-    assert result.status == 0, result.err + result.out
-    number = stored(result)[2]
-    assert result.summary["global_step"] == number >= 20
-    typed = run("train", *words[:-1], "epochs=null", f"max_steps={number}")
-    assert typed.summary["weights_sha256"] == result.summary["weights_sha256"]
+def test_ranks_agree_on_the_number_and_a_restart_keeps_it(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUNNER_TRUST", "rank_faults")
+    fault = ("+callbacks.mine._target_=rank_faults.Fault", "+callbacks.mine.kill=true", "+callbacks.mine.step=15")
+    words = (*SMALL, "model.dropout=0.2", "devices=2", "checkpoint.every_steps=5")
+    found = train(*words, *fault, "max_restarts=1", "budget=40s")
+    number = stored(found)[2]
+    assert found.summary["resumed_from"] is not None
+    assert found.summary["global_step"] == number >= 20
+    typed = train(*words, "epochs=null", f"max_steps={number}")
+    assert typed.summary["weights_sha256"] == found.summary["weights_sha256"]
