@@ -113,13 +113,9 @@ def fix_steps(
         return steps * cost.step + cost.evaluation * sum(math.ceil(steps / each) for each in intervals if each)
 
     steps = bisect.bisect_right(range(1, _ENDLESS**2), left, key=needed)
-    reason = (
-        f"{1000 * cost.step:.3g} ms a step, {cost.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
-    )
+    reason = f"{cost.step:.3g} s a step, {cost.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
     if steps < _FEWEST:
-        raise UserError(
-            "budget", f"{config.budget} allows {steps} steps: {reason}", f"time for {_FEWEST} steps or more"
-        )
+        raise UserError("budget", f"{config.budget} allows {steps} steps: {reason}", f"{_FEWEST} steps or more")
     if steps < cost.epoch:
         directory.warnings.append(f"budget={config.budget} allows less than one epoch: {steps} steps of {cost.epoch}")
     fixed = with_changes(config, {"epochs": None, "max_steps": steps})
