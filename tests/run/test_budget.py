@@ -31,7 +31,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def set_to(**seconds: float) -> None:
         given = {"start": 0.0, "end": 0.001, "step": 1.0, "evaluation": 1.0} | seconds
-        monkeypatch.setattr(budget, "_measure", lambda *words: measure(*words)._replace(**given))
+        monkeypatch.setattr(budget, "_measure", lambda *words, **more: measure(*words, **more)._replace(**given))
         # So that the time that the test has taken does not count
         monkeypatch.setattr(budget.time, "time", lambda: 0.0)
         monkeypatch.setattr("runner.run.run_directory.time.time", lambda: 0.0)
