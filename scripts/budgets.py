@@ -59,7 +59,7 @@ def main() -> None:
     """Run all cases, and print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=CASES, default=[*CASES], help="the cases to run")
-    parser.add_argument("--longest", type=int, default=180, help="leave out budgets of more seconds")
+    parser.add_argument("--longest", type=int, default=180, help="skip budgets of more seconds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
