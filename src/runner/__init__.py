@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 
 TYPE_CHECKING = False  # nothing is imported here: Ctrl-C would show Python's traceback
 if TYPE_CHECKING:
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 else:
     ModuleType = type(sys)
 
-_BEGAN = time.time()  # of a command
+began: float | None = None  # seconds since 1970 at the start of the command; None in other programs
 __version__ = "0.1.0"
 __all__ = ["compose", "evaluate", "gather", "load", "report", "runs", "train"]
 

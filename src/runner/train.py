@@ -145,11 +145,8 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
             start = resume.made_of(found, "position", Position) if found else None
             # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
             make_cache = may_write_cache(config, directory.composition.values)
-            build = functools.partial(build_run, start=start, make_cache=make_cache)
+            build = functools.partial(_build, start=start, make_cache=make_cache)
             config, rows = fix_steps(config, directory, signals, functools.partial(_rehearse, build))
-            # Variants that another run in this process compiled would count against torch's limit
-            if config.compile:
-                forget_compiled()
             run = build(config)
             run.data.choices.extend(rows)
             ending.callback(run.data.close)
@@ -167,10 +164,15 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
     return best
 
 
-def _rehearse(build: Callable[[Train], Run], config: Train, directory: RunDirectory, clock: Clock) -> Run:
-    """Build a run, and train it to its end, as the one that counts will be; see `fix_steps`."""
+def _build(config: Train, start: Position | None, make_cache: bool) -> Run:
+    # Variants that another run in this process compiled would count against torch's limit
     if config.compile:
         forget_compiled()
+    return build_run(config, start, make_cache=make_cache)
+
+
+def _rehearse(build: Callable[[Train], Run], config: Train, directory: RunDirectory, clock: Clock) -> Run:
+    """Build a run, and train it to its end, as the one that counts will be; see `fix_steps`."""
     run = build(config)
     with contextlib.closing(run.data), contextlib.ExitStack() as ending:
         _train(run, directory, clock, ending, [clock])

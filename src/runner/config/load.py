@@ -251,12 +251,11 @@ def two_rates(values: dict[str, Any], words: Sequence[str]) -> list[Problem]:
 
 def two_lengths(values: dict[str, Any], words: Sequence[str], where: str) -> list[Problem]:
     """A problem if the command line gives a length beside `budget`; that of a file from `where` has had its effect."""
-    given = [key for key in ("epochs", "max_steps") if values.get(key) is not None and says(key, words)]
     if values.get("budget") is None or (where and not says("budget", words)):
         return []
-    return [
-        Problem(key, f"is {values[key]}, and budget determines the number of steps", "one of them") for key in given
-    ]
+    given = [key for key in ("epochs", "max_steps") if values.get(key) is not None and says(key, words)]
+    problem = "and budget determines the number of steps"
+    return [Problem(key, f"is {values[key]}, {problem}", "one of them") for key in given]
 
 
 def statistics_of_others(config: Train, composition: Composition) -> list[Problem]:

@@ -41,7 +41,8 @@ def conflicts(config: Train) -> list[Problem]:
 
 def _of_length(config: Train) -> Broken:
     """The length of a run, and its name."""
-    if config.epochs is None and config.max_steps is None:
+    measured = config.budget is not None and type(config) is Train
+    if config.epochs is None and config.max_steps is None and not measured:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     optimizers = components_of("optimizer", config.optimizer)
     if "optimizer" not in optimizers and (config.lr is not None or type(config) is FindLr):

@@ -220,10 +220,8 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
     if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
         after["test"] = before.get("test")
     # The number of steps that was found for a budget is part of the run
-    same_budget = original.get("budget") is not None and original["budget"] == values.get("budget")
-    for key in ("epochs", "max_steps") if same_budget else ():
-        if key in original and not says(key, composition.overrides):
-            values[key] = original[key]
+    if original.get("budget") is not None and original["budget"] == values.get("budget"):
+        values |= {key: original.get(key) for key in ("epochs", "max_steps") if not says(key, composition.overrides)}
     # A batch size that was found is part of the run, so it is not searched again
     before, after = _section(original, "data"), _section(values, "data")
     if before and after.get("batch_size") == "auto":

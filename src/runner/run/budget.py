@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
+import gc
 import itertools
 import math
+import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -91,15 +92,17 @@ def fix_steps(
 ) -> tuple[Train, list[tuple[str, str, str]]]:
     """The config with the number of steps that fit into `budget`, and a row that says why; without one the config as it was.
 
-    Two runs in temporary folders are built and trained for it, so that no state of theirs is left: after the first nothing is
+    Two runs in a temporary folder are built and trained for it, so that no state of theirs is left: after the first nothing is
     loaded or compiled for the first time, and the second is measured. A resumed run keeps the number of its checkpoint.
-    A `UserError` says that too few steps fit.
+    Raises `UserError` if too few steps fit, and `Preempted` if a signal comes.
     """
     if config.budget is None:
         return config, []
+    # The config of a checkpoint has the number; that of ranks that are started again is the one before the measurement
     if directory.found is not None:
         typed, known = {key for key, _, _ in directory.differences}, stored.load(directory.found.contents["config"], "")
         return with_changes(config, {key: known[key] for key in ("epochs", "max_steps") if key not in typed}), []
+    directory.console.line(f"measuring how many steps fit into budget={config.budget}")
     total = seconds(config.budget)
     limit = min(_SHARE * total, _MOST_S)
     first = _measure(config, directory, Clock(signals, limit), rehearse, steps=_WARM, batches=1)
@@ -135,9 +138,13 @@ def _measure(
     # A part that is frozen for a time costs the most after it
     if config.unfreeze_at is not None or "@" in str(config.freeze):
         changes |= {"unfreeze_at": None, "freeze": None}
-    with tempfile.TemporaryDirectory(dir=directory.path, prefix=".measured_") as own:
-        job = directory.job()._replace(path=Path(ranks.decide(lambda: own)))
-        scratch = RunDirectory.of_rank(job, None, ranks.rank + 1, Path(own))
+    own = directory.path / ".measured"
+    remove = functools.partial(shutil.rmtree, own, ignore_errors=True)
+    remove()  # what a killed process left
+    with contextlib.ExitStack() as ending:
+        ending.callback(remove)
+        job = directory.job()._replace(path=ranks.decide(lambda: own))
+        scratch = RunDirectory.of_rank(job, None, ranks.rank + 1, own)
         with contextlib.closing(scratch.ending):
             run = rehearse(with_changes(config, changes), scratch, clock)
         ended = time.perf_counter()
@@ -149,8 +156,10 @@ def _measure(
         max(0, min(most, math.ceil(split.samples / split.loader.batch_size)) - batches) if split else 0
         for split in (run.data.val, run.data.test if config.evaluate.test else None)
     )
+    epoch = run.plan.steps
+    del run
+    gc.collect()  # a run is full of cycles, and the next one needs its memory
     step = statistics.fmean(clock.steps or [0.0])
     evaluation = statistics.median(clock.evaluations) + val * each if clock.evaluations else 0.0
     start, end = clock.warm - clock.began - _WARM * step, ended - clock.boundary + test * each
-    found = ranks.gather(_Costs(start, step, evaluation, end, run.plan.steps))
-    return _Costs(*map(max, zip(*found, strict=True)))
+    return _Costs(*map(max, zip(*ranks.gather(_Costs(start, step, evaluation, end, epoch)), strict=True)))

@@ -61,6 +61,9 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
     Raises `UserError` if the config cannot be run; nothing is written.
     """
     ranks = count_ranks(config)
+    if config.budget is not None:
+        console.line(f"budget={config.budget}: training measures how many steps fit, and has others than shown here")
+        config = with_changes(config, {"max_steps": config.max_steps or 1})
     run = build(with_changes(config, _ALONE) if ranks > 1 else config)
     with contextlib.closing(run.data):
         console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))

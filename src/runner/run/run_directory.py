@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from runner import _BEGAN
+import runner
 from runner.base.durations import seconds
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain
 from runner.base.files import make_folder, write_atomically, write_json, writing
@@ -69,9 +69,8 @@ class RunDirectory:
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
         self._training_since: tuple[float, float | None] | None = None
-        # Seconds since 1970; the imports of a command count too
-        command = composition.job_dir is None and Path(sys.argv[0]).name in ("runner", "__main__.py")
-        self.began = _BEGAN if command else time.time()
+        # Seconds since 1970; the imports of a command count too, but not the earlier jobs of a sweep
+        self.began = (None if composition.job_dir else runner.began) or time.time()
 
     @classmethod
     def of_rank(cls, job: Job, found: LoadedCheckpoint | None, rank: int, scratch: Path) -> RunDirectory:

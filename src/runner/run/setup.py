@@ -65,7 +65,7 @@ def decide(directory: RunDirectory) -> None:
         raise ConfigError(refused)
     directory.config, directory.found, directory.differences = config, found, differences
     if config.budget is not None:  # of which the run has used a part already
-        used = number_or_none(at(read_summary(found.path.parents[1]), "budget_used")) or 0.0
+        used = number_or_none(at(read_summary(found.path.resolve().parents[1]), "budget_used")) or 0.0
         directory.began -= used * seconds(config.budget)
     directory.warnings += found.warnings
 
