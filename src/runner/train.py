@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -165,6 +166,9 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
 
 
 def _build(config: Train, start: Position | None, make_cache: bool) -> Run:
+    """Build a run once nothing is left of those that were measured: they are full of cycles, and it needs their memory."""
+    if config.budget is not None:
+        gc.collect()
     # Variants that another run in this process compiled would count against torch's limit
     if config.compile:
         forget_compiled()

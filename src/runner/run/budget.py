@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import gc
 import itertools
 import math
 import shutil
@@ -156,10 +155,8 @@ def _measure(
         max(0, min(most, math.ceil(split.samples / split.loader.batch_size)) - batches) if split else 0
         for split in (run.data.val, run.data.test if config.evaluate.test else None)
     )
-    epoch = run.plan.steps
-    del run
-    gc.collect()  # a run is full of cycles, and the next one needs its memory
     step = statistics.fmean(clock.steps or [0.0])
     evaluation = statistics.median(clock.evaluations) + val * each if clock.evaluations else 0.0
     start, end = clock.warm - clock.began - _WARM * step, ended - clock.boundary + test * each
-    return _Costs(*map(max, zip(*ranks.gather(_Costs(start, step, evaluation, end, epoch)), strict=True)))
+    found = ranks.gather(_Costs(start, step, evaluation, end, run.plan.steps))
+    return _Costs(*map(max, zip(*found, strict=True)))
