@@ -211,7 +211,7 @@ BUDGET = {
     "distributed": 706,
     "engine": 3_011,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_283,
+    "lab": 6_300,
     "launch": 968,
     "models": 1_302,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
