@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import shutil
 import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +28,19 @@ SMALL = (
 )
 FAST = ("threads=1", "logger=none", "log.progress=false", "log.curves=false")
 OF_THE_MACHINE = ("samples_per_s", "data_wait", "peak_memory_mib")
+SEEN = """
+opened = []
+
+
+class Seen:
+    def open(self, directory, resume_step):
+        opened.append(str(directory))
+
+    def log(self, *words):
+        pass
+
+    flush = close = log
+"""
 RUN = (*SMALL, "model.dropout=0.2", "ema=0.9", "budget=100s")
 
 
@@ -34,7 +54,6 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setattr(budget, "_measure", lambda *words, **more: measure(*words, **more)._replace(**given))
         # So that the time that the test has taken does not count
         monkeypatch.setattr(budget.time, "time", lambda: 0.0)
-        monkeypatch.setattr("runner.run.run_directory.time.time", lambda: 0.0)
 
     monkeypatch.setattr(budget, "_MOST_S", 0.05)
     return set_to
@@ -45,9 +64,13 @@ def stored(result: Any) -> tuple[Any, ...]:
     return config["budget"], config["epochs"], config["max_steps"]
 
 
-def test_the_number_is_stored_and_gives_the_bits_and_metrics_of_a_run_with_this_number(train: Any, costs: Any) -> None:
+def test_the_number_is_stored_and_gives_the_bits_and_metrics_of_a_run_with_this_number(
+    train: Any, costs: Any, workdir: Path
+) -> None:
     costs()
-    found = train(*RUN)
+    left = workdir / "run" / ".measured" / "checkpoints"  # of a killed measurement
+    left.mkdir(parents=True)
+    found = train(*RUN, "epochs=null", f"hydra.run.dir={workdir / 'run'}")
     # 98 seconds are left: 84 steps in 14 epochs of 6 steps, each of which ends with an evaluation
     assert stored(found) == ("100s", None, 84)
     (row,) = (line for line in found.out.splitlines() if line.strip().startswith("budget "))
@@ -80,8 +103,9 @@ def test_a_killed_run_has_the_bits_of_an_undisturbed_one(train: Any, killed: Any
     assert "resumed from" in again.out
     assert stored(again) == ("100s", None, 84)
     assert again.summary["weights_sha256"] == train(*RUN[:-1], "epochs=null", "max_steps=84").summary["weights_sha256"]
-    # More steps may be typed, which is then the length
-    assert stored(train(f"ckpt_path={again.directory}", "max_steps=90")) == ("100s", None, 90)
+    # More steps may be typed, which is then the length; also of a checkpoint without a run around it
+    shutil.copy(again.directory / "checkpoints" / "last.safetensors", "lone.safetensors")
+    assert stored(train("ckpt_path=lone.safetensors", "max_steps=90")) == ("100s", None, 90)
 
 
 def test_the_same_words_continue_an_interrupted_run_with_its_number(run: Any, bomb: Any, costs: Any) -> None:
@@ -123,6 +147,73 @@ def test_a_second_length_is_refused(rejected: Any, words: str, key: str, reason:
 def test_a_run_of_other_length_cannot_get_a_budget(train_once: Any, rejected: Any) -> None:
     directory = train_once(*SMALL, "epochs=1").directory
     assert "budget: cannot change when resuming" in rejected("train", f"ckpt_path={directory}", "budget=1m").err
+
+
+def test_a_dry_run_says_that_its_length_is_another(accepted: Any) -> None:
+    out = accepted("train", *SMALL, *FAST, "budget=1m", "epochs=null", "dry_run=true").out
+    assert "budget=1m: training measures" in out
+
+
+def test_measured_runs_send_nothing_end_by_signals_and_leave_no_memory(
+    run: Any, own_module: Any, costs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_module("seen", SEEN)
+    costs()
+    training = importlib.import_module("runner.train")
+    build_run, models = training.build_run, list[weakref.ref[Any]]()
+
+    def build(*words: Any, **more: Any) -> Any:
+        assert [model() for model in models] == [None] * len(models)
+        models.append(weakref.ref((made := build_run(*words, **more)).model))
+        return made
+
+    monkeypatch.setattr(training, "build_run", build)
+    result = run("train", *RUN, *FAST[:1], *FAST[2:], "logger=none", "+logger.mine._target_=seen.Seen")
+    assert result.status == 0, result.err
+    assert len(models) == 3
+    assert importlib.import_module("seen").opened == [str(result.directory)]
+    # The first measured run is asked to stop
+    before = budget.Clock.on_step
+    monkeypatch.setattr(budget.Clock, "on_step", lambda self, loop: (signal.raise_signal(15), before(self, loop)))
+    stopped = run("train", *RUN, *FAST)
+    assert (stopped.status, stopped.summary["status"]) == (75, "preempted")
+    assert sorted(path.name for path in stopped.directory.iterdir() if path.name.startswith(".")) == [".lock"]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "words",
+    [
+        "scheduler=onecycle",
+        "scheduler=cosine scheduler.warmup=0.1",
+        "scheduler=wsd",
+        "swa=0.75 averaging.lr_factor=0",
+        "swa=3 averaging.lr_factor=0",
+        "freeze=[stages.0] unfreeze_at=2ep",
+        "transform.close_epochs=3",
+        "data.batch_size=auto",
+    ],
+)
+def test_what_is_given_in_epochs_or_shares_follows_the_number(train: Any, costs: Any, words: str) -> None:
+    costs()
+    every = (*RUN[:-2], *words.split(), "log.every_steps=1")
+    found = train(*every, "budget=100s")
+    number = stored(found)[2]
+    typed = train(*every, "epochs=null", f"max_steps={number}")
+    rates, expected = ([line["lr"] for line in each.logged("train")] for each in (found, typed))
+    assert rates == expected
+    assert len(rates) == number
+    assert min(rates) == rates[-1] < 0.02 * max(rates)
+    assert found.summary["weights_sha256"] == typed.summary["weights_sha256"]
+
+
+@pytest.mark.extended
+def test_the_start_of_a_command_counts(workdir: Path) -> None:
+    words = ("train", *SMALL, *FAST, "budget=100s", "max_time=1s", "json=true")
+    done = subprocess.run([sys.executable, "-m", "runner", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 75, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["budget_used"] * 100 > summary["wall_s"] + 0.1
 
 
 @pytest.mark.extended
