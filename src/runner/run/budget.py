@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import functools
 import itertools
 import math
 import shutil
@@ -137,11 +136,9 @@ def _measure(
     # A part that is frozen for a time costs the most after it
     if config.unfreeze_at is not None or "@" in str(config.freeze):
         changes |= {"unfreeze_at": None, "freeze": None}
-    own = directory.path / ".measured"
-    remove = functools.partial(shutil.rmtree, own, ignore_errors=True)
-    remove()  # what a killed process left
+    shutil.rmtree(own := directory.path / ".measured", ignore_errors=True)  # of a killed process
     with contextlib.ExitStack() as ending:
-        ending.callback(remove)
+        ending.callback(shutil.rmtree, own, ignore_errors=True)
         job = directory.job()._replace(path=ranks.decide(lambda: own))
         scratch = RunDirectory.of_rank(job, None, ranks.rank + 1, own)
         with contextlib.closing(scratch.ending):
