@@ -26,7 +26,7 @@ Row = dict[str, Any]
 """Column -> a text, a number, a list of numbers, or what a task gives for a sample."""
 _FORMATS = (".csv", ".jsonl")
 # Label i has the colour that torchvision.utils gives object i by default.
-_PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
+PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
 
 
 def check_ending(path: Path) -> None:
@@ -96,7 +96,7 @@ def _without_tensors(name: str, value: Any, number: int, table: Path) -> Any:
         raise UserError("task", problem, "(H, W), or 1 or 3 channels")
     image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
     if value.ndim == 2:
-        image.putpalette(_PALETTE)
+        image.putpalette(PALETTE)
     plain = re.sub(r"[^\w.-]", "_", name)
     picture = table.with_name(f"{table.stem}_images") / f"{number:06}_{plain}.png"
     with writing(picture):
