@@ -129,7 +129,7 @@ class Predict(Train):
     weights: Weights = "auto"
     output: str | None = None
     format: Literal["table", "coco", "yolo", "masks"] = "table"
-    threshold: Annotated[float, Ge(0), Le(1)] = 0.5
+    threshold: Annotated[float, Ge(0), Le(1)] | None = None
     top_k: Count = 1
     probabilities: bool = False
     logits: bool = False

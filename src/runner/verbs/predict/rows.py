@@ -26,7 +26,7 @@ Row = dict[str, Any]
 """Column -> a text, a number, a list of numbers, or what a task gives for a sample."""
 _FORMATS = (".csv", ".jsonl")
 # Label i has the colour that torchvision.utils gives object i by default.
-PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
+_PALETTE = [label * step % 255 for label in range(256) for step in (2**25 - 1, 2**15 - 1, 2**21 - 1)]
 
 
 def check_ending(path: Path) -> None:
@@ -59,7 +59,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
                 value = _without_tensors(name, value, number, path)
                 if isinstance(value, list | tuple | dict) and not as_json:
                     value = json.dumps(finite(value), ensure_ascii=False)
-            return _encodable(value)
+            return encodable(value)
 
         def write(rows: Sequence[Row]) -> list[Row]:
             made = list[Row]()
@@ -80,7 +80,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
                         names = [f"{name}:{item}" for item in lists[name]] if name in lists else [name]
                         cells |= zip(names, row[name] if name in lists else [row[name]], strict=True)
                     if not number:
-                        lines.writerow([harmless(_encodable(name)) for name in cells])
+                        lines.writerow([harmless(encodable(name)) for name in cells])
                     lines.writerow(map(harmless, cells.values()))
             return made
 
@@ -94,18 +94,23 @@ def _without_tensors(name: str, value: Any, number: int, table: Path) -> Any:
     if value.ndim == 3 and len(value) not in (1, 3):
         problem = f"its predict_step gives bytes of shape {tuple(value.shape)} as {name}"
         raise UserError("task", problem, "(H, W), or 1 or 3 channels")
-    image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
-    if value.ndim == 2:
-        image.putpalette(PALETTE)
     plain = re.sub(r"[^\w.-]", "_", name)
     picture = table.with_name(f"{table.stem}_images") / f"{number:06}_{plain}.png"
-    with writing(picture):
-        picture.parent.mkdir(exist_ok=True)
-        image.save(picture)
+    write_picture(value, picture)
     return f"{picture.parent.name}/{picture.name}"
 
 
-def _encodable(value: Any) -> Any:
+def write_picture(value: Tensor, path: Path) -> None:
+    """Write an image, uint8 (1, H, W) or (3, H, W), or numbers (H, W), uint8, which get a palette, as PNG."""
+    image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
+    if value.ndim == 2:
+        image.putpalette(_PALETTE)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)
+
+
+def encodable(value: Any) -> Any:
     """A text that every format can hold: a file's name may have bytes that are not UTF-8."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 

@@ -26,6 +26,7 @@ from runner.config.validate import shown
 from runner.data.bad_samples import BadSamples, path_of
 from runner.data.loaders import Batch, Loader
 from runner.data.module import callables
+from runner.data.sampler import AllSamples, Indices
 from runner.data.sources.image_files import files_loader, samples_loader
 from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
 from runner.distributed.world import world
@@ -65,7 +66,7 @@ class Source:
 
     data: KnownData  # what the model has to know of them
     loader: Loader  # gives them in batches
-    paths: Callable[[], list[Any]]  # the files of all samples, None for one without
+    indices: Indices  # of its samples
     first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
     found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
     unreadable: dict[int, str] = dataclasses.field(default_factory=dict)  # those of all ranks
@@ -96,21 +97,21 @@ def run(composition: Composition) -> float:
         raise UserError("input", "is missing", _INPUTS)
     as_table = config.format == "table"
     _refuse_keys(config, ("threshold",) if as_table else ("pictures",), f"format={config.format}")
-    if config.output is not None and as_table:
+    if as_table and config.output is not None:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
     with opened(resolved, device, report) as source:
-        predictor = _predictor(resolved, source.data, device)
+        predictor = _predictor(resolved, source, device)
         # Only rank 0 writes; the others compute batches for it.
         path = Path(config.output or "predictions.csv") if main else Path(os.devnull)
-        if main and not as_table:
+        labels = predictor.labels if main else None
+        if labels is not None:
             path = output_folder(config.output, None, config.output_root, "predictions")
         elif main and config.output is None:
             path = claim(Path(config.output_root) / "predictions") / path
         features_file = path.with_name(f"{path.stem}_features.npz") if predictor.layers and main else None
         first, count, began = list[Row](), 0, time.perf_counter()
-        labels = predictor.labels if main else None
-        table = labels.open(path, source.paths()) if labels else open_table(path, predictor.lists)
+        table = open_table(path, predictor.lists) if labels is None else labels.open(path)
         with table as write, evaluating(predictor.model):
 
             def written() -> Iterator[dict[str, Tensor]]:
@@ -130,7 +131,8 @@ def run(composition: Composition) -> float:
             return 0.0
         seconds = time.perf_counter() - began
     reasons = [reason for _, reason in sorted(source.unreadable.items())]
-    unreadable_list = path.with_name(f"{path.stem}_unreadable.txt") if reasons else None
+    beside = path if as_table else path / "labels"
+    unreadable_list = beside.with_name(f"{beside.stem}_unreadable.txt") if reasons else None
     if unreadable_list is not None:
         write_atomically(unreadable_list, "".join(f"{_one_line(each)}\n" for each in reasons).encode(), named=True)
     record = resolved.record() | {
@@ -198,11 +200,11 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
         report.lines(*filter(None, (record["output"], record["features"])))
 
 
-def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> Predictor:
+def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: torch.device) -> Predictor:
     """What makes rows of the outputs of the model, or of what the task gives for each sample."""
-    config = resolved.config
+    config, data = resolved.config, source.data
     task, modules = resolved.restore_model(data, device)
-    formats = "table", *getattr(task, "formats", ())
+    formats = "table", *(getattr(task, "formats", ()) if hasattr(task, "predict_step") else ())
     if config.format not in formats:
         raise UserError("format", f"cannot be {config.format} for {type(task).__name__}", ", ".join(formats))
     dtype = getattr(torch, config.dtype)
@@ -211,15 +213,14 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: t
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
-        labels = None
+        options = {"threshold": config.threshold} if config.format == "masks" and config.threshold else {}
+        predictor = Predictor(made := Predictions(config, task, modules, config.pictures, **options), made)
         if config.format != "table":
+            files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
             transforms = callables("transform.sample_eval", config.transform.sample_eval)
-            labels = Labels(config, transforms, class_names(resolved, task), getattr(task, "ignore_index", 0))
-        if config.format == "masks":
-            step: Any = task
-            step.predict_step = functools.partial(step.predict_step, threshold=config.threshold)
-        predictions = Predictions(config, task, modules, config.pictures)
-        return Predictor(predictions, predictions, labels=labels)
+            names, ignored = class_names(resolved, task), getattr(task, "ignore_index", 255)
+            predictor.labels = Labels(config, transforms, files, names, ignored)
+        return predictor
     plain = model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
     builder = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
@@ -287,7 +288,7 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
         loader, unreadable = _files(resolved, paths, device)
         with contextlib.closing(loader):
             facts, found = resolved.data_facts(), functools.partial(unreadable.reasons, "input")
-            yield Source(facts, loader, lambda: [*paths], lambda index, _: {"path": str(paths[index])}, found)
+            yield Source(facts, loader, AllSamples(len(paths)), lambda index, _: {"path": str(paths[index])}, found)
         return
     (name,) = named
     if Path(name).is_dir():
@@ -303,8 +304,7 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
             cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
             return cells if target is None else cells | target_cells(target, classes, activation)
 
-        files = lambda: [path_of(dataset, int(index)) for index in indices[:]]  # noqa: E731
-        yield Source(data, loader, files, first_cells, functools.partial(data.bad_samples.reasons, name))
+        yield Source(data, loader, indices, first_cells, functools.partial(data.bad_samples.reasons, name))
 
 
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:
