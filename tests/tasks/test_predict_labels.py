@@ -150,7 +150,8 @@ def test_what_cannot_be_written_is_refused(detector: str, photos: Path, refused:
     refused((*words[:2], "threshold=0.3"), "threshold", "format=table", verb="predict")
     refused((*words, "output=photos"), "output", "not empty", verb="predict")
     Image.new("RGB", (40, 32)).save(photos / "one.jpg")
-    refused((*words, "output=b"), "output", "one.txt", verb="predict")
+    refused((*words, "output=b"), "input", "one.txt", verb="predict")
+    assert not (workdir / "b").exists()
 
 
 def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(

@@ -105,9 +105,7 @@ class Segmentation:
         logits = _main(modules["model"](batch[0]))
         return {"loss": modules["loss"](logits, masks), "outputs": logits.argmax(1), "targets": masks}
 
-    def predict_step(
-        self, modules: Mapping[str, nn.Module], batch: tuple[Tensor, Tensor], threshold: float = 0.0
-    ) -> dict[str, Tensor]:
+    def predict_step(self, modules: Mapping[str, nn.Module], batch: Any, threshold: float = 0.0) -> dict[str, Tensor]:
         """The class of each pixel, uint8 (B, H, W), or `ignore_index` where its probability is below `threshold`."""
         logits = _main(modules["model"](batch[0]))
         mask = logits.argmax(1).to(torch.uint8)

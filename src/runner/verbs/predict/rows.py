@@ -106,7 +106,7 @@ def write_picture(value: Tensor, path: Path) -> None:
     if value.ndim == 2:
         image.putpalette(_PALETTE)
     with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         image.save(path)
 
 
