@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import yaml
+from PIL import Image
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -22,7 +23,7 @@ from runner.config.schema.verbs import Predict
 from runner.data.samples import SampleTransform, SeededDataset
 from runner.data.sources.detection import labels_of
 from runner.data.sources.image_io import upright_size
-from runner.verbs.predict.rows import Row, encodable, write_picture
+from runner.verbs.predict.rows import Row, encodable
 
 
 @dataclass
@@ -70,10 +71,8 @@ class Labels:
         ((_, target),) = SeededDataset(given, self.config.seed, self.transforms, pairs=False).items([(0, index)])
         probe = target if of_pixels else target["boxes"]
         start, end = probe[:1, [0, 1, 0, 1]], probe[:1, [2, 3, 2, 3]]
-        factor, fits = (
-            (end - start) / sides,
-            getattr(probe, "canvas_size", None) == (*seen.shape[1:],) and len(probe) == 2,
-        )
+        factor = (end - start) / sides
+        fits = getattr(probe, "canvas_size", None) == (*seen.shape[1:],) and len(probe) == 2
         if not fits or not torch.allclose(probe, whole * factor + start, atol=1e-3):
             allowed = "transforms of torchvision.transforms.v2 that resize, pad or crop; or format=table"
             raise UserError("transform.sample_eval", f"cannot be undone for {row['path']}", allowed)
@@ -112,7 +111,7 @@ class Labels:
                         each.parent.mkdir(parents=True, exist_ok=True)
                     link.symlink_to(Path(row["path"]).absolute())
                     if "mask" in row:
-                        write_picture(row["mask"], label)
+                        Image.fromarray(row["mask"].numpy()).save(label)
                     elif label != link:
                         label.write_text(lines)
             return [{"path": encodable(row["path"])} for row in rows]

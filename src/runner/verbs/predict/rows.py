@@ -94,20 +94,15 @@ def _without_tensors(name: str, value: Any, number: int, table: Path) -> Any:
     if value.ndim == 3 and len(value) not in (1, 3):
         problem = f"its predict_step gives bytes of shape {tuple(value.shape)} as {name}"
         raise UserError("task", problem, "(H, W), or 1 or 3 channels")
-    plain = re.sub(r"[^\w.-]", "_", name)
-    picture = table.with_name(f"{table.stem}_images") / f"{number:06}_{plain}.png"
-    write_picture(value, picture)
-    return f"{picture.parent.name}/{picture.name}"
-
-
-def write_picture(value: Tensor, path: Path) -> None:
-    """Write an image, uint8 (1, H, W) or (3, H, W), or numbers (H, W), uint8, which get a palette, as PNG."""
     image = Image.fromarray((value if value.ndim == 2 else value.permute(1, 2, 0).squeeze(2)).numpy())
     if value.ndim == 2:
         image.putpalette(_PALETTE)
-    with writing(path):
-        path.parent.mkdir(exist_ok=True)
-        image.save(path)
+    plain = re.sub(r"[^\w.-]", "_", name)
+    picture = table.with_name(f"{table.stem}_images") / f"{number:06}_{plain}.png"
+    with writing(picture):
+        picture.parent.mkdir(exist_ok=True)
+        image.save(picture)
+    return f"{picture.parent.name}/{picture.name}"
 
 
 def encodable(value: Any) -> Any:

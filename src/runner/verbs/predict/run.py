@@ -131,8 +131,7 @@ def run(composition: Composition) -> float:
             return 0.0
         seconds = time.perf_counter() - began
     reasons = [reason for _, reason in sorted(source.unreadable.items())]
-    beside = path if as_table else path / "labels"
-    unreadable_list = beside.with_name(f"{beside.stem}_unreadable.txt") if reasons else None
+    unreadable_list = path.parent / f"{path.stem}_unreadable.txt" if reasons else None
     if unreadable_list is not None:
         write_atomically(unreadable_list, "".join(f"{_one_line(each)}\n" for each in reasons).encode(), named=True)
     record = resolved.record() | {
