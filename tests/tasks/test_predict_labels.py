@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 from extras import needs
 from PIL import Image
 
+from runner.base.errors import UserError
+from runner.config.schema.verbs import Predict
 from runner.data.sources.detection import coco, yolo
 from runner.data.sources.masks import segmentation_folder
+from runner.verbs.predict.labels import Labels
 
 COLOURS = '''
 import torch
@@ -139,6 +143,23 @@ def test_the_threshold_is_the_least_score_and_boxes_end_at_the_edge(
     words = ("input=photos/more/two.png", "format=coco", f"threshold={first['score'] - 0.01}")
     accepted("predict", detector, "output=fewer", *words)
     assert len(json.loads((workdir / "fewer" / "annotations.json").read_text())["annotations"]) == 1
+    # Half by default
+    assert first["score"] < 0.5
+    accepted("predict", detector, "output=none", *words[:2])
+    assert json.loads((workdir / "none" / "annotations.json").read_text())["annotations"] == []
+
+
+@needs("detection")
+def test_a_name_that_is_not_utf_8_and_the_folder_of_the_command(
+    detector: str, photos: Path, accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, run = os.fsdecode(b"\xff.png"), workdir / detector.removeprefix("ckpt_path=")
+    (photos / "one.png").rename(photos / name)
+    (photos / "broken.png").write_bytes(b"none")
+    (workdir / "here").mkdir()
+    monkeypatch.chdir(workdir / "here")
+    assert "udcff.png" in accepted("predict", f"ckpt_path={run}", f"input={photos}", "output=.", "format=coco").out
+    assert {data.name for data in map(coco(".", "images", "annotations.json")["train"].path, range(3))} >= {name}
 
 
 @needs("detection")
@@ -152,6 +173,9 @@ def test_what_cannot_be_written_is_refused(detector: str, photos: Path, refused:
     Image.new("RGB", (40, 32)).save(photos / "one.jpg")
     refused((*words, "output=b"), "input", "one.txt", verb="predict")
     assert not (workdir / "b").exists()
+    refused((detector, f"input=[photos/one.png,{photos}/one.png]", "format=coco"), "input", "one.png", verb="predict")
+    with pytest.raises(UserError, match="path"):
+        Labels(Predict(), [], [None], (), 0)
 
 
 def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(
@@ -168,7 +192,7 @@ def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(
     (source / "broken.png").write_bytes(b"none")
     # Resized to three and nine times the size, so that the middle of each pixel has its colour
     words = (segmenter, "input=photos", "format=masks")
-    accepted("predict", *words, "output=made", "threshold=0")
+    accepted("predict", *words, "output=made")
     data = segmentation_folder("made")["train"]
     assert data.classes == drawn_masks.CLASSES
     assert len(data) == 3
