@@ -25,6 +25,7 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config import keys, overrides
 from runner.config.app import REFUSALS, application, as_problem, merged_once, show
 from runner.config.composition import Composition
+from runner.config.data_path import written_out
 from runner.config.keys import key_of, says, to_plain, with_changes, within
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.overrides import CheckedOverrides, check_overrides, parse_flags
@@ -82,7 +83,7 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
         # Flags that only show something go to Hydra, once the overrides are known to be right
         if checked.problems:
             raise ConfigError(checked.explained())
-        show(flags, command.primary, checked.accepted)
+        show(flags, command.primary, written_out(checked.accepted, sources.names("data"))[0])
         yield None
 
 
@@ -118,7 +119,8 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         message, close = f"there is no config '{command.primary}'", nearest(command.primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     # A sweep is checked by its first job before a folder is made.
-    words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
+    firsts, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
+    words, data_found = written_out(firsts, command.sources.names("data"))
     canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
     job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
     # Problems are collected, so that one start shows all of them
@@ -139,6 +141,10 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
             is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
         )
+        if data_found:
+            groups = ("data",) if cfg.get("ckpt_path") else ("data", "task", "model", "transform")
+            selected = " ".join(f"{group}={choices.get(group)}" for group in groups)
+            job = dataclasses.replace(job, data_found=f"{data_found}: {selected}")
         job = dataclasses.replace(job, values=_plain(cfg))
         if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command
             parts = {kind: OmegaConf.to_container(cfg.hydra[kind], resolve=True) for kind in ("launcher", "sweeper")}

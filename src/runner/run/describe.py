@@ -22,7 +22,6 @@ from runner.run.run import Run, validate_limits
 from runner.run.run_directory import RunDirectory
 from runner.run.trial import explaining_memory, try_step
 from runner.runtime.memory import readable, reset_peak_memory
-from runner.tracking.console import Console
 from runner.tracking.formats import amount
 from runner.tracking.run_files import PROGRESS, Progress
 
@@ -36,7 +35,7 @@ def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[
     config, console, initial = run.config, directory.console, run.initial
     found, differences = directory.found, directory.differences
     title = f"{config.name}  seed {config.seed}  {directory.path}"
-    console.header(title, [*describe(config, run), *more])
+    console.header(title, [*_found(directory), *describe(config, run), *more])
     if groups := table_of_groups(run.state.optimizer):
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
     for warning in warnings:
@@ -55,15 +54,22 @@ def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
 
 
-def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> None:
+def _found(directory: RunDirectory) -> list[Row]:
+    """What `data=PATH` was found to be."""
+    found = directory.composition.data_found
+    return [("found", found, "")] if found else []
+
+
+def dry_run(config: Train, build: Callable[[Train], Run], directory: RunDirectory) -> None:
     """Print what is built from `config`, and the peak memory of an optimizer step with the samples of one rank.
 
     Raises `UserError` if the config cannot be run; nothing is written.
     """
-    ranks = count_ranks(config)
+    console, ranks = directory.console, count_ranks(config)
     run = build(with_changes(config, _ALONE) if ranks > 1 else config)
     with contextlib.closing(run.data):
-        console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))
+        title = f"{config.name}  seed {config.seed}  a dry run"
+        console.header(title, [*_found(directory), *describe(run.config, run)])
         for warning in (*run.warnings, *validate_limits(run)):
             console.warn(warning)
         # The first rank has the most samples

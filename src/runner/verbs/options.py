@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
 from runner.base.files import make_folder, write_atomically, writing
+from runner.config.data_path import written_out
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS, sources_and_words, split_words
 
@@ -83,6 +84,10 @@ def show(argv: Sequence[str]) -> int:
     if "--schema" in argv:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
+    words, found = written_out(words, sources.names("data"))
+    if found:  # the keys among the words for a path have values, which only this line shows
+        print(f"# {found}: {' '.join(words)}", end="\n\n")
+        words = [word for word in words if "." not in word]
     for word in words or ["train"]:
         if files := _files(word, sources):
             for path in files:
