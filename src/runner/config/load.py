@@ -42,6 +42,7 @@ T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
+_BROUGHT = ("data", "task", "model", "transform")  # groups that `data=PATH` selects
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
@@ -83,7 +84,7 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
         # Flags that only show something go to Hydra, once the overrides are known to be right
         if checked.problems:
             raise ConfigError(checked.explained())
-        show(flags, command.primary, written_out(checked.accepted, sources.names("data"))[0])
+        show(flags, command.primary, written_out(checked.accepted, sources)[0])
         yield None
 
 
@@ -119,13 +120,13 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         message, close = f"there is no config '{command.primary}'", nearest(command.primary, names)
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     # A sweep is checked by its first job before a folder is made.
-    firsts, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
-    words, data_found = written_out(firsts, command.sources.names("data"))
-    canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
-    job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
+    words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
+    job = dataclasses.replace(command, accepted=checked.accepted, values={}, group_choices={})
     # Problems are collected, so that one start shows all of them
     failure = list[Problem]()
     try:
+        words, found = written_out(words, command.sources)
+        job = dataclasses.replace(job, overrides=[word.lstrip("+") for word in words if not keys.is_of_hydra(word)])
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
@@ -140,16 +141,13 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
             group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
             is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
+            data_found=found and " ".join([f"{found}:", *(f"{each}={choices.get(each)}" for each in _BROUGHT)]),
         )
-        if data_found:
-            groups = ("data",) if cfg.get("ckpt_path") else ("data", "task", "model", "transform")
-            selected = " ".join(f"{group}={choices.get(group)}" for group in groups)
-            job = dataclasses.replace(job, data_found=f"{data_found}: {selected}")
         job = dataclasses.replace(job, values=_plain(cfg))
         if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command
             parts = {kind: OmegaConf.to_container(cfg.hydra[kind], resolve=True) for kind in ("launcher", "sweeper")}
             job = dataclasses.replace(job, hydra={kind: (choices[f"hydra/{kind}"], parts[kind]) for kind in parts})
-    except ConfigError as error:
+    except UserError as error:
         failure = list(error.problems)
     except REFUSALS as error:
         failure = [as_problem(error, names)]

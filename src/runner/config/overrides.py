@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 
 from runner.base.errors import Problem, UserError, nearest, nearest_path
 from runner.config import keys
-from runner.config.data_path import found_in, is_path
+from runner.config.data_path import is_path
 from runner.config.gone import explained
 from runner.config.sources import Sources
 
@@ -95,7 +95,7 @@ def parsed(words: Iterable[str]) -> list[Override]:
 
 def check_overrides(words: Sequence[str], schema: type, sources: Sources, multirun: bool) -> CheckedOverrides:
     """Check each override by itself; a wrong one never hides the others."""
-    groups = {group: sources.names(group) for group in sources.groups()}
+    groups = {group: [option.name for option in sources.options(group)] for group in sources.groups()}
     result = CheckedOverrides(known=[*keys.all_keys(schema), *groups])
     # Users type paths as other programs take them, without a key; these are the keys of the verb that take paths
     paths = [key for key in ("ckpt_path", "input") if keys.find(schema, key) and key not in map(keys.key_of, words)]
@@ -176,13 +176,8 @@ def _problem(
         names = [str(each).strip("'\"") for each in override.sweep_string_iterator()]
     else:
         names = ["null" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
-    for name in names:
-        if key == "data" and is_path(name, options):
-            try:
-                found_in(name)
-            except UserError as error:
-                return error.problems[0]
-        elif name not in options and name not in ("null", "") and not name.startswith("_"):
+    for name in (each for each in names if key != "data" or not is_path(each)):
+        if name not in options and name not in ("null", "") and not name.startswith("_"):
             return explained(_no_option(key, name, options), name)
     # Selecting none and others at once contradicts itself
     if "none" in names and len(names) > 1 and not several:

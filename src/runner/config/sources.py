@@ -100,10 +100,6 @@ class Sources:
         options = (self.option(group, name) for name in sorted(names) if not name.startswith("_"))
         return [option for option in options if option is not None]
 
-    def names(self, group: str) -> list[str]:
-        """The names of `options`."""
-        return [option.name for option in self.options(group)]
-
     def option(self, group: str, name: str) -> Option | None:
         """The option `name` of `group`, parts included, or None."""
         for folder in self.folders:

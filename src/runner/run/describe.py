@@ -22,6 +22,7 @@ from runner.run.run import Run, validate_limits
 from runner.run.run_directory import RunDirectory
 from runner.run.trial import explaining_memory, try_step
 from runner.runtime.memory import readable, reset_peak_memory
+from runner.tracking.console import Console
 from runner.tracking.formats import amount
 from runner.tracking.run_files import PROGRESS, Progress
 
@@ -35,7 +36,8 @@ def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[
     config, console, initial = run.config, directory.console, run.initial
     found, differences = directory.found, directory.differences
     title = f"{config.name}  seed {config.seed}  {directory.path}"
-    console.header(title, [*_found(directory), *describe(config, run), *more])
+    data_found = directory.composition.data_found if found is None else ""  # a checkpoint has what it needs
+    console.header(title, [*[("found", data_found, "")] * bool(data_found), *describe(config, run), *more])
     if groups := table_of_groups(run.state.optimizer):
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
     for warning in warnings:
@@ -54,22 +56,15 @@ def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[
         console.table("changed on the command line", ["key", "before", "now", "changes the result"], rows)
 
 
-def _found(directory: RunDirectory) -> list[Row]:
-    """What `data=PATH` was found to be."""
-    found = directory.composition.data_found
-    return [("found", found, "")] if found else []
-
-
-def dry_run(config: Train, build: Callable[[Train], Run], directory: RunDirectory) -> None:
+def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> None:
     """Print what is built from `config`, and the peak memory of an optimizer step with the samples of one rank.
 
     Raises `UserError` if the config cannot be run; nothing is written.
     """
-    console, ranks = directory.console, count_ranks(config)
+    ranks = count_ranks(config)
     run = build(with_changes(config, _ALONE) if ranks > 1 else config)
     with contextlib.closing(run.data):
-        title = f"{config.name}  seed {config.seed}  a dry run"
-        console.header(title, [*_found(directory), *describe(run.config, run)])
+        console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))
         for warning in (*run.warnings, *validate_limits(run)):
             console.warn(warning)
         # The first rank has the most samples

@@ -84,7 +84,7 @@ def show(argv: Sequence[str]) -> int:
     if "--schema" in argv:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
-    words, found = written_out(words, sources.names("data"))
+    words, found = written_out(words, sources)
     if found:  # the keys among the words for a path have values, which only this line shows
         print(f"# {found}: {' '.join(words)}", end="\n\n")
         words = [word for word in words if "." not in word]

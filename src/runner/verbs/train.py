@@ -46,7 +46,7 @@ def run(composition: Composition) -> tuple[RunDirectory, float | None]:
             # A dry run leaves nothing behind: it opens no directory and makes no cache
             if config.dry_run:
                 build = functools.partial(build_run, make_cache=False, fresh=directory.found is None)
-                dry_run(config, build, directory)
+                dry_run(config, build, directory.console)
             # A run that has finished is not trained again
             elif directory.finished is not None:
                 return directory, directory.leave()
