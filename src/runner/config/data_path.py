@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mimetypes
 import os
 import re
 from collections.abc import Sequence
@@ -15,34 +14,33 @@ from runner.base.reading import LARGEST_DATA, read_regular, read_yaml
 from runner.config.keys import key_of
 from runner.config.sources import Sources
 
-_KNOWN = """YOLO's data.yaml with names:, or its folder; COCO's JSON with images and annotations; a folder with images/ and masks/, \
-or with train/ that has both; a folder of images for each of several classes, or train/ with these"""
+_KNOWN = (
+    "YOLO's data.yaml with names:, or its folder; COCO's JSON with images and annotations; a folder with images/ and masks/, "
+    "or with train/ that has both; a folder of images for each of several classes, or train/ with these"
+)
+_FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 def is_path(value: str) -> bool:
     """Tell whether a value of `data=` that is no option is an existing file or folder."""
     path = os.path.expanduser(value)  # noqa: PTH111  Path raises for a long text
-    return os.path.isdir(path) or (os.path.isfile(path) and re.search(r"/|\.ya?ml$|\.json$", value) is not None)  # noqa: PTH112,PTH113
+    return os.path.isdir(path) or (("/" in value or path.endswith((".yaml", ".yml", ".json"))) and os.path.isfile(path))  # noqa: PTH
 
 
 def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]:
-    """Words with those that `data=PATH` stands for in its place, first, so that others win; and what the path is, or "".
-
-    Raises `UserError` for a path to nothing that is known.
-    """
+    """Words with those that `data=PATH` stands for in its place, first, so that others win; and what the path is, or ""."""
     [*_, value] = ["", *(word.partition("=")[2].strip("'\"") for word in words if key_of(word) == "data")]
     if not is_path(value) or value in [option.name for option in sources.options("data")]:
         return [*words], ""
     kind, preset, *own = _found_in(value)
     # A checkpoint has the model and its task
-    if any(key_of(word) == "ckpt_path" and not word.endswith(("=", "=null")) for word in words):
-        preset = ""
-    others = [word for word in words if key_of(word) != "data"]
-    return [*([f"experiment={preset}"] if preset else []), *own, *others], f"{value} is {kind}"
+    resumes = any(key_of(word) == "ckpt_path" and not word.endswith(("=", "=null")) for word in words)
+    before = [f"experiment={preset}"] if preset and not resumes else []
+    return [*before, *own, *(word for word in words if key_of(word) != "data")], f"{value} is {kind}"
 
 
 def _found_in(value: str) -> Sequence[str]:
-    """What a path is, the preset for it or "", and the words that read it."""
+    """What a path is, the preset for it or "", and the words that read it; raises `UserError` for what is not known."""
     path, held = Path(value).expanduser(), list[str]()
     with contextlib.suppress(OSError, ValueError):  # of what cannot be read
         if path.is_dir():
@@ -52,7 +50,7 @@ def _found_in(value: str) -> Sequence[str]:
                 return "a folder of YOLO's format", "detection", "data=yolo", root
             if any((each / "images").is_dir() and (each / "masks").is_dir() for each in (path, train)):
                 words = ["data=segmentation_folder", "data.name=segmentation", root]  # named as by the preset
-                return "a folder of images and masks", "segmentation", *words, *_classes_of(path, held)
+                return "a folder of images and masks", "segmentation", *words, *_classes_of(path)
             if sum(any(map(_is_image, each.rglob("*"))) for each in train.iterdir()) > 1:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
@@ -66,7 +64,7 @@ def _found_in(value: str) -> Sequence[str]:
 
 
 def _is_image(path: Path) -> bool:
-    return str(mimetypes.guess_type(path.name, strict=False)[0]).startswith("image/")
+    return path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 def _coco(path: Path) -> list[str]:
@@ -76,22 +74,21 @@ def _coco(path: Path) -> list[str]:
     for split, new in (("train", "train"), ("val", "valid"), ("val", "val")):
         file = Path(str(path.relative_to(root)).replace("train", new))
         if split == "train" or (root / file != path and (root / file).is_file()):
-            # Images are where the first one is
-            first = re.search(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")', read_regular(root / file, LARGEST_DATA))
-            places = [file.parent, Path(), *(Path(each, file.stem.rpartition("_")[2]) for each in ("", "images"))]
+            first, end = _FILE_NAME.search(read_regular(root / file, LARGEST_DATA)), file.stem.rpartition("_")[2]
+            places = [file.parent, Path(), Path(end), Path("images", end)]
             there = [each for each in places if first and (root / each / json.loads(first[1])).is_file()]
             words += [f"data.dataset.{split}_annotations={str(file)!r}"]
             words += [f"data.dataset.{split}_images={str([*there, Path('images')][0])!r}"]
     return words
 
 
-def _classes_of(folder: Path, held: Sequence[str]) -> list[str]:
-    """The words for masks without names: a class for each value; 255 is none after 0, 1, 2, ..."""
+def _classes_of(folder: Path) -> list[str]:
+    """The words for masks without names: a class for each value; 255 is none beside 0 and 1."""
     import numpy as np
     from PIL import Image
 
-    found = set[int]()
-    for path in (*folder.glob("masks/**/*"), *folder.glob("*/masks/**/*")) if "classes.txt" not in held else ():
+    found, named = set[int](), (folder / "classes.txt").exists()
+    for path in () if named else (*folder.glob("masks/**/*"), *folder.glob("*/masks/**/*")):
         with (
             contextlib.suppress(OSError, ValueError),
             Image.open(path) as mask,
@@ -99,6 +96,6 @@ def _classes_of(folder: Path, held: Sequence[str]) -> list[str]:
             # Pillow multiplies grey values of 2 and 4 bits
             factor = {"L;2": 85, "L;4": 17}.get(str(mask.tile[0][3]) if mask.tile else "", 1)
             found |= {*np.flatnonzero(np.bincount(np.asarray(mask).ravel() // factor)).tolist()}
-    classes = sorted(found - {255}) if found > {0, 1} else sorted(found)
+    classes = sorted(found - {255} if found > {0, 1} else found)
     values = [f"data.dataset.values={classes}"] if classes != [*range(len(classes))] else []
-    return [f"data.dataset.classes={[*map(str, classes)]}", *values] if classes else []
+    return [f"data.dataset.classes={[*map(str, classes)]}", *values] if 1 < len(classes) <= 64 else []

@@ -85,10 +85,9 @@ def show(argv: Sequence[str]) -> int:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
     words, found = written_out(words, sources)
-    if found:  # the keys among the words for a path have values, which only this line shows
+    if found:
         print(f"# {found}: {' '.join(words)}", end="\n\n")
-        words = [word for word in words if "." not in word]
-    for word in words or ["train"]:
+    for word in [word for word in words if not (found and "." in word)] or ["train"]:
         if files := _files(word, sources):
             for path in files:
                 print(f"# {path}")
