@@ -18,13 +18,15 @@ _KNOWN = (
     "YOLO's data.yaml with names:, or its folder; COCO's JSON with images and annotations; a folder with images/ and masks/, "
     "or with train/ that has both; a folder of images for each of several classes, or train/ with these"
 )
+_IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|gif|tiff?)", re.IGNORECASE)
 _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 def is_path(value: str) -> bool:
     """Tell whether a value of `data=` that is no option is an existing file or folder."""
-    path = os.path.expanduser(value)  # noqa: PTH111  Path raises for a long text
-    return os.path.isdir(path) or (("/" in value or path.endswith((".yaml", ".yml", ".json"))) and os.path.isfile(path))  # noqa: PTH
+    path = os.path.expanduser(value)  # noqa: PTH111  as below
+    named = "/" in value or value.endswith((".yaml", ".yml", ".json")) or os.path.isdir(path)  # noqa: PTH112
+    return named and os.path.exists(path)  # noqa: PTH110  Path.exists raises for a long text
 
 
 def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]:
@@ -42,43 +44,37 @@ def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]
 def _found_in(value: str) -> Sequence[str]:
     """What a path is, the preset for it or "", and the words that read it; raises `UserError` for what is not known."""
     path, held = Path(value).expanduser(), list[str]()
+    root = f"data.root={str(path)!r}"
     with contextlib.suppress(OSError, ValueError):  # of what cannot be read
         if path.is_dir():
             held = sorted(each.name + "/" * each.is_dir() for each in path.iterdir() if each.name[0] != ".")
-            root, train = f"data.root={str(path)!r}", path / "train" if "train/" in held else path
+            train = path / "train" if "train/" in held else path
             if "data.yaml" in held or {"images/", "labels/"}.issubset(held):
                 return "a folder of YOLO's format", "detection", "data=yolo", root
             if any((each / "images").is_dir() and (each / "masks").is_dir() for each in (path, train)):
                 words = ["data=segmentation_folder", "data.name=segmentation", root]  # named as by the preset
                 return "a folder of images and masks", "segmentation", *words, *_classes_of(path)
-            if sum(any(map(_is_image, each.rglob("*"))) for each in train.iterdir()) > 1:
+            if sum(any(_IMAGE.fullmatch(file.suffix) for file in each.rglob("*")) for each in train.iterdir()) > 1:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
-            content = read_regular(path, LARGEST_DATA)
-            if b'"images"' in content and b'"annotations"' in content:
-                return "COCO's format", "detection", "data=coco", *_coco(path)
+            return "COCO's format", "detection", "data=coco", *_coco(path)
         elif {"train", "names"}.intersection(held := [*map(str, read_yaml(path, plain=True))]):
-            words = [f"data.root={str(path.parent)!r}", f"data.dataset.description={path.name!r}"]
-            return "YOLO's format", "detection", "data=yolo", *words
+            return "YOLO's format", "detection", "data=yolo", root
     raise UserError("data", f"cannot tell what is in {value}" + f": {', '.join(held[:10])}" * bool(held), _KNOWN)
 
 
-def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
-
-
 def _coco(path: Path) -> list[str]:
-    """The words for a file of annotations, and for that of validation, whose name has `val` instead of `train`."""
+    """The words for a file of annotations and that of validation, `val` instead of `train`; `ValueError` if it has no images."""
     root = path.parents[1] if path.parent.name in ("annotations", "train") else path.parent
     words = [f"data.root={str(root)!r}", "data.dataset.val_annotations=null"]
     for split, new in (("train", "train"), ("val", "valid"), ("val", "val")):
         file = Path(str(path.relative_to(root)).replace("train", new))
         if split == "train" or (root / file != path and (root / file).is_file()):
-            first, end = _FILE_NAME.search(read_regular(root / file, LARGEST_DATA)), file.stem.rpartition("_")[2]
-            places = [file.parent, Path(), Path(end), Path("images", end)]
-            there = [each for each in places if first and (root / each / json.loads(first[1])).is_file()]
-            words += [f"data.dataset.{split}_annotations={str(file)!r}"]
-            words += [f"data.dataset.{split}_images={str([*there, Path('images')][0])!r}"]
+            [first] = _FILE_NAME.findall(read_regular(root / file, LARGEST_DATA))[:1]
+            end = file.stem.rpartition("_")[2]  # such as train2017
+            places = [str(file.parent), ".", end, f"images/{end}", "images"]
+            there = [each for each in places if (root / each / json.loads(first)).is_file()] or ["images"]
+            words += [f"data.dataset.{split}_annotations={str(file)!r}", f"data.dataset.{split}_images={there[0]!r}"]
     return words
 
 
