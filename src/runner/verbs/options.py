@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from runner.base.errors import UserError, nearest
 from runner.base.files import make_folder, write_atomically, writing
-from runner.config.data_path import written_out
 from runner.config.sources import Option, Sources, text_of
 from runner.verbs._table import VERBS, sources_and_words, split_words
 
@@ -84,10 +83,12 @@ def show(argv: Sequence[str]) -> int:
     if "--schema" in argv:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
-    words, found = written_out(words, sources)
-    if found:
-        print(f"# {found}: {' '.join(words)}", end="\n\n")
-    for word in [word for word in words if not (found and "." in word)] or ["train"]:
+    if any(word.startswith("data=") for word in words):
+        from runner.config.data_path import written_out  # imports the schema
+
+        words, found = written_out(words, sources)
+        print(f"# {found}: {' '.join(words)}\n\n" * bool(found), end="")
+    for word in [word for word in words if not word.startswith("data.") or "=" not in word] or ["train"]:
         if files := _files(word, sources):
             for path in files:
                 print(f"# {path}")
