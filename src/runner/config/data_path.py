@@ -66,7 +66,7 @@ def _found_in(value: str) -> Sequence[str]:
 def _coco(path: Path) -> list[str]:
     """The words for a file of annotations and that of validation, `val` instead of `train`; `ValueError` if it has no images."""
     root = path.parents[1] if path.parent.name in ("annotations", "train") else path.parent
-    words = [f"data.root={str(root)!r}", "data.dataset.val_annotations=null"]
+    words = [f"data.root={str(root)!r}"]
     for split, new in (("train", "train"), ("val", "valid"), ("val", "val")):
         file = Path(str(path.relative_to(root)).replace("train", new))
         if split == "train" or (root / file != path and (root / file).is_file()):
@@ -75,7 +75,7 @@ def _coco(path: Path) -> list[str]:
             places = [str(file.parent), ".", end, f"images/{end}", "images"]
             there = [each for each in places if (root / each / json.loads(first)).is_file()] or ["images"]
             words += [f"data.dataset.{split}_annotations={str(file)!r}", f"data.dataset.{split}_images={there[0]!r}"]
-    return words
+    return words if len(words) > 3 else [*words, "data.dataset.val_annotations=null"]
 
 
 def _classes_of(folder: Path) -> list[str]:
