@@ -251,13 +251,14 @@ def test_an_interrupted_run_continues_to_the_bits_of_a_whole_one(train, stopped,
     assert yaml.safe_load((whole.directory / "config.yaml").read_text())["data"]["root"] == "scenes"
     half = stopped(4, *words, "name=again")
     copied = shutil.copytree(half.directory, workdir / "copied")
-    resumed = train(*words, f"ckpt_path={copied}")
+    resumed = train(*words, "name=copied", f"ckpt_path={copied}")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     again = train(*words, "name=again", "resume=auto", *bomb(4, signal.SIGTERM))
     assert again.directory == half.directory
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
+@pytest.mark.extended
 def test_a_sweep_takes_paths_of_several_formats_and_continues(accepted, workdir):
     drawn_masks.draw(workdir / "scenes", train=8, val=4)
     for name in ("cat", "dog"):
@@ -294,8 +295,8 @@ def run_all(accepted: Any, lines: list[list[str]], small: tuple[str, ...]) -> No
 
 @pytest.mark.extra(name="detection")
 def test_own_boxes_from_an_empty_folder_to_a_picture(accepted, workdir):
-    for split, count in (("train", 8), ("val", 4)):
-        drawn_objects.draw(workdir / "my_boxes", split, count, 0)
+    drawn_objects.draw(workdir / "my_boxes", "train", 8, seed=0)
+    drawn_objects.draw(workdir / "my_boxes", "val", 4, seed=1)
     (workdir / "my_boxes/data.yaml").write_text("train: images/train\nval: images/val\nnames: [cup, plate]\n")
     small = (
         "model.weights=null",
