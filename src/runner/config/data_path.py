@@ -1,4 +1,4 @@
-"""`data=PATH`: the words that train on a file or folder of one's own, by what it holds. Imports nothing heavy."""
+"""`data=PATH`: the words that train on a file or folder, by what it holds. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 def is_path(value: str) -> bool:
-    """Tell whether a value of `data=` that is no option is an existing file or folder."""
+    """Tell whether a value of `data=` that is not an option is an existing file or folder."""
     path = os.path.expanduser(value)  # noqa: PTH111  as below
     named = "/" in value or value.endswith((".yaml", ".yml", ".json")) or os.path.isdir(path)  # noqa: PTH112
     return named and os.path.exists(path)  # noqa: PTH110  Path.exists raises for a long text
