@@ -171,6 +171,7 @@ def test_typed_words_win_wherever_they_stand(compose, workdir):
     assert composition.group_choices["model"] == "mlp"
     assert composition.group_choices["transform"] == "detection_ssd"
     assert (composition.values["epochs"], composition.values["data"]["root"]) == (2, "elsewhere")
+    assert "task=None" in compose("data=flat", "task=null", "task._target_=my.Task").data_found
     assert compose("data=boxes", "experiment=voc_faster_rcnn").group_choices["experiment"] == "voc_faster_rcnn"
 
 
@@ -202,6 +203,7 @@ WRONG = [
     ("data=alone", "cat/"),
     ("data=list.json", "list.json"),
     ("data=bad.yaml", "bad.yaml"),
+    ("data=void.yaml", "void.yaml"),
     ("data=my.yaml", "other_key"),
     ("data=nowhere/data.yaml", "no such file"),
 ]
@@ -214,6 +216,7 @@ def test_what_is_none_of_the_kinds_is_told_with_what_was_looked_for(word, says, 
     picture(workdir / "alone/cat/a.png")
     (workdir / "list.json").write_text("[]")
     (workdir / "bad.yaml").write_text("[")
+    (workdir / "void.yaml").touch()
     (workdir / "my.yaml").write_text("other_key: 1\n")
     for words in ((word,), ("--multirun", f"{word},digits"), ("--cfg", "job", word)):
         with pytest.raises(UserError) as caught:

@@ -58,7 +58,7 @@ def _found_in(value: str) -> Sequence[str]:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
             return "COCO's format", "detection", "data=coco", *_coco(path)
-        elif {"train", "names"}.intersection(held := [*map(str, read_yaml(path, plain=True))]):
+        elif {"train", "names"}.intersection(held := [*map(str, read_yaml(path, plain=True) or ())]):
             return "YOLO's format", "detection", "data=yolo", root
     raise UserError("data", f"cannot tell what is in {value}" + f": {', '.join(held[:10])}" * bool(held), _KNOWN)
 
