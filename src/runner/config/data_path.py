@@ -3,64 +3,83 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-import os
+import mmap
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra.errors import HydraException
+
 from runner.base.errors import UserError
-from runner.base.reading import LARGEST_DATA, read_regular, read_yaml
+from runner.base.reading import LARGEST_DATA, open_regular, read_yaml
 from runner.config.keys import key_of
+from runner.config.overrides import is_path, parsed
 from runner.config.sources import Sources
 
 _KNOWN = (
-    "YOLO's data.yaml with names:, or its folder; COCO's JSON with images and annotations; a folder with images/ and masks/, "
-    "or with train/ that has both; a folder of images for each of several classes, or train/ with these"
+    "YOLO's data.yaml with names:, or its folder; COCO's JSON with images and annotations, or its folder; a folder with images/ "
+    "and masks/, or with train/ that has both; a folder of images for each of several classes, or train/ with these"
 )
+_COCO = ("annotations/instances_train*.json", "annotations/instances_default.json", "train/_annotations.coco.json")
 _IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|gif|tiff?)", re.IGNORECASE)
-_FILE_NAME = re.compile(rb'"file_name"\s*:\s*("(?:[^"\\]|\\.)*")')
-
-
-def is_path(value: str) -> bool:
-    """Tell whether a value of `data=` that is not an option is an existing file or folder."""
-    path = os.path.expanduser(value)  # noqa: PTH111  as below
-    named = "/" in value or value.endswith((".yaml", ".yml", ".json")) or os.path.isdir(path)  # noqa: PTH112
-    return named and os.path.exists(path)  # noqa: PTH110  Path.exists raises for a long text
+_FILE_NAME = re.compile(rb'"file_name"\s{0,99}:\s{0,99}("(?:[^"\\]|\\.){1,4096}")')
+_MOST = 10_000  # files of a folder among which an image is looked for
+_MOST_CLASSES = 64  # values of masks; more are shades, such as at edges
 
 
 def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]:
-    """Words with those that `data=PATH` stands for in its place, first, so that others win; and what the path is, or ""."""
-    [*_, value] = ["", *(word.partition("=")[2].strip("'\"") for word in words if key_of(word) == "data")]
-    if not is_path(value) or value in [option.name for option in sources.options("data")]:
+    """Words with those that `data=PATH` stands for in its place, first, so that others win; and a sentence about them, or "".
+
+    Raises `UserError` for a path that holds nothing known.
+    """
+    value = ""
+    with contextlib.suppress(HydraException):  # of words that are reported elsewhere
+        for override in parsed(word for word in words if word.lstrip("+").startswith("data=")):
+            value = str(override.value())
+    if not is_path(value) or value in (names := [option.name for option in sources.options("data")]):
         return [*words], ""
-    kind, preset, *own = _found_in(value)
+    if value not in sources.found:
+        sources.found[value] = _found_in(value, names)
+    kind, preset, *own = sources.found[value]
     # A checkpoint has the model and its task
     resumes = any(key_of(word) == "ckpt_path" and not word.endswith(("=", "=null")) for word in words)
-    before = [f"experiment={preset}"] if preset and not resumes else []
-    return [*before, *own, *(word for word in words if key_of(word) != "data")], f"{value} is {kind}"
+    own = [*[f"experiment={preset}"] * (preset != "" and not resumes), *own]
+    return [*own, *(word for word in words if key_of(word) != "data")], f"{value} is {kind}: {' '.join(own)}"
 
 
-def _found_in(value: str) -> Sequence[str]:
-    """What a path is, the preset for it or "", and the words that read it; raises `UserError` for what is not known."""
+def _found_in(value: str, names: Sequence[str]) -> tuple[str, ...]:
+    """What a path is, the preset for it or "", and the words that read it; `names` are the options there are."""
     path, held = Path(value).expanduser(), list[str]()
     root = f"data.root={str(path)!r}"
     with contextlib.suppress(OSError, ValueError):  # of what cannot be read
         if path.is_dir():
-            held = sorted(each.name + "/" * each.is_dir() for each in path.iterdir() if each.name[0] != ".")
+            held = sorted(each.name + "/" * each.is_dir() for each in path.glob("[!.]*"))
             train = path / "train" if "train/" in held else path
             if "data.yaml" in held or {"images/", "labels/"}.issubset(held):
                 return "a folder of YOLO's format", "detection", "data=yolo", root
             if any((each / "images").is_dir() and (each / "masks").is_dir() for each in (path, train)):
                 words = ["data=segmentation_folder", "data.name=segmentation", root]  # named as by the preset
-                return "a folder of images and masks", "segmentation", *words, *_classes_of(path)
-            if sum(any(_IMAGE.fullmatch(file.suffix) for file in each.rglob("*")) for each in train.iterdir()) > 1:
+                return (
+                    "a folder of images and masks",
+                    "segmentation",
+                    *words,
+                    *([] if "classes.txt" in held else _classes_of(path)),
+                )
+            if files := [file for pattern in _COCO for file in sorted(path.glob(pattern))]:
+                return "a folder of COCO's format", "detection", "data=coco", *_coco(files[0])
+            below = [itertools.islice(each.rglob("*"), _MOST) for each in train.glob("[!.]*")]
+            if sum(any(_IMAGE.fullmatch(file.suffix) for file in files) for files in below) > 1:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
             return "COCO's format", "detection", "data=coco", *_coco(path)
-        elif {"train", "names"}.intersection(held := [*map(str, read_yaml(path, plain=True) or ())]):
-            return "YOLO's format", "detection", "data=yolo", root
-    raise UserError("data", f"cannot tell what is in {value}" + f": {', '.join(held[:10])}" * bool(held), _KNOWN)
+        elif isinstance(content := read_yaml(path, plain=True), dict):
+            held = [*content]
+            if {"train", "names"}.intersection(held):
+                return "YOLO's format", "detection", "data=yolo", root
+    problem = f"cannot tell what is in {value}" + f": {', '.join(held[:10])}" * bool(held)
+    raise UserError("data", problem, _KNOWN, path.stem if path.stem in names else "")
 
 
 def _coco(path: Path) -> list[str]:
@@ -70,10 +89,13 @@ def _coco(path: Path) -> list[str]:
     for split, new in (("train", "train"), ("val", "valid"), ("val", "val")):
         file = Path(str(path.relative_to(root)).replace("train", new))
         if split == "train" or (root / file != path and (root / file).is_file()):
-            [first] = _FILE_NAME.findall(read_regular(root / file, LARGEST_DATA))[:1]
+            with open_regular(root / file) as opened:
+                size = min((root / file).stat().st_size, LARGEST_DATA)
+                with mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as content:
+                    first = json.loads((_FILE_NAME.search(content) or [b"", b""])[1])
             end = file.stem.rpartition("_")[2]  # such as train2017
             places = [str(file.parent), ".", end, f"images/{end}", "images"]
-            there = [each for each in places if (root / each / json.loads(first)).is_file()] or ["images"]
+            there = [each for each in places if (root / each / first).is_file()] or ["images"]
             words += [f"data.dataset.{split}_annotations={str(file)!r}", f"data.dataset.{split}_images={there[0]!r}"]
     return words if len(words) > 3 else [*words, "data.dataset.val_annotations=null"]
 
@@ -83,15 +105,19 @@ def _classes_of(folder: Path) -> list[str]:
     import numpy as np
     from PIL import Image
 
-    found, named = set[int](), (folder / "classes.txt").exists()
-    for path in () if named else (*folder.glob("masks/**/*"), *folder.glob("*/masks/**/*")):
+    found = set[int]()
+    for path in (*folder.glob("masks/**/*"), *folder.glob("*/masks/**/*")):
+        # What cannot be read is reported when it is used
         with (
-            contextlib.suppress(OSError, ValueError),
-            Image.open(path) as mask,
-        ):  # others are reported when they are read
+            contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
+            open_regular(path) as file,
+            Image.open(file) as mask,
+        ):
             # Pillow multiplies grey values of 2 and 4 bits
             factor = {"L;2": 85, "L;4": 17}.get(str(mask.tile[0][3]) if mask.tile else "", 1)
-            found |= {*np.flatnonzero(np.bincount(np.asarray(mask).ravel() // factor)).tolist()}
+            found.update(np.unique(np.asarray(mask) // factor).tolist())
+        if len(found) > _MOST_CLASSES:
+            return []
     classes = sorted(found - {255} if found > {0, 1} else found)
     values = [f"data.dataset.values={classes}"] if classes != [*range(len(classes))] else []
-    return [f"data.dataset.classes={[*map(str, classes)]}", *values] if 1 < len(classes) <= 64 else []
+    return [f"data.dataset.classes={[*map(str, classes)]}", *values] if len(classes) > 1 else []

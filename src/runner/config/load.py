@@ -42,7 +42,6 @@ T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
-_BROUGHT = ("data", "task", "model", "transform")  # groups that `data=PATH` selects
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
@@ -126,7 +125,8 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     failure = list[Problem]()
     try:
         words, found = written_out(words, command.sources)
-        job = dataclasses.replace(job, overrides=[word.lstrip("+") for word in words if not keys.is_of_hydra(word)])
+        canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
+        job = dataclasses.replace(job, overrides=canonical, data_found=found)
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
@@ -141,7 +141,6 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
             group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
             is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
-            data_found=found and " ".join([f"{found}:", *(f"{each}={choices.get(each)}" for each in _BROUGHT)]),
         )
         job = dataclasses.replace(job, values=_plain(cfg))
         if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command

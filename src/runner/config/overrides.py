@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,6 @@ from hydra.errors import HydraException
 
 from runner.base.errors import Problem, UserError, nearest, nearest_path
 from runner.config import keys
-from runner.config.data_path import is_path
 from runner.config.gone import explained
 from runner.config.sources import Sources
 
@@ -176,14 +176,21 @@ def _problem(
         names = [str(each).strip("'\"") for each in override.sweep_string_iterator()]
     else:
         names = ["null" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
-    for name in (each for each in names if key != "data" or not is_path(each)):
-        if name not in options and name not in ("null", "") and not name.startswith("_"):
+    for name in names:
+        known = name in ("null", "", *options) or name.startswith("_")
+        if not (known or (key == "data" and is_path(name))):
             return explained(_no_option(key, name, options), name)
     # Selecting none and others at once contradicts itself
     if "none" in names and len(names) > 1 and not several:
         others = ",".join(name for name in names if name != "none")
         return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")
     return None
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a value of `data=` that is not an option, or a part of one, is an existing file or folder."""
+    path = os.path.expanduser(name)  # noqa: PTH111  Path.exists raises for a long text
+    return os.path.exists(path) and not name.startswith("_")  # noqa: PTH110
 
 
 def _no_option(group: str, name: str, options: list[str]) -> Problem:

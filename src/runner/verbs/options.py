@@ -84,11 +84,12 @@ def show(argv: Sequence[str]) -> int:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
     if any(word.startswith("data=") for word in words):
-        from runner.config.data_path import written_out  # imports the schema
+        from runner.config.data_path import written_out  # imports Hydra
 
         words, found = written_out(words, sources)
-        print(f"# {found}: {' '.join(words)}\n\n" * bool(found), end="")
-    for word in [word for word in words if not word.startswith("data.") or "=" not in word] or ["train"]:
+        print(f"# {found}\n\n" * bool(found), end="")
+        words = [word for word in words if not (found and word.startswith("data."))]
+    for word in words or ["train"]:
         if files := _files(word, sources):
             for path in files:
                 print(f"# {path}")
