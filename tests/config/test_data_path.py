@@ -120,7 +120,7 @@ def test_a_path_selects_data_task_model_and_transform(path, data, others, values
     assert {key: at(composition.values, key) for key in values} == values
     assert f"{path} is " in composition.data_found
     for group, name in {"data": data, **others}.items():
-        assert f"{group}={name}" in composition.data_found
+        assert f" {group}={name}" in composition.data_found
 
 
 MASK_VALUES = [
@@ -171,7 +171,7 @@ def test_typed_words_win_wherever_they_stand(compose, workdir):
     assert composition.group_choices["model"] == "mlp"
     assert composition.group_choices["transform"] == "detection_ssd"
     assert (composition.values["epochs"], composition.values["data"]["root"]) == (2, "elsewhere")
-    assert "task=None" in compose("data=flat", "task=null", "task._target_=my.Task").data_found
+    assert "task=null" in compose("data=flat", "task=null", "task._target_=my.Task").data_found
     assert compose("data=boxes", "experiment=voc_faster_rcnn").group_choices["experiment"] == "voc_faster_rcnn"
 
 

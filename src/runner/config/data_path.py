@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import mmap
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 
 from runner.base.errors import UserError
-from runner.base.reading import LARGEST_DATA, open_regular, read_yaml
+from runner.base.reading import LARGEST_DATA, open_regular, read_regular, read_yaml
 from runner.config.keys import key_of
 from runner.config.overrides import is_path, parsed
 from runner.config.sources import Sources
@@ -60,13 +59,9 @@ def _found_in(value: str, names: Sequence[str]) -> tuple[str, ...]:
             if "data.yaml" in held or {"images/", "labels/"}.issubset(held):
                 return "a folder of YOLO's format", "detection", "data=yolo", root
             if any((each / "images").is_dir() and (each / "masks").is_dir() for each in (path, train)):
+                classes = [] if "classes.txt" in held else _classes_of(path)
                 words = ["data=segmentation_folder", "data.name=segmentation", root]  # named as by the preset
-                return (
-                    "a folder of images and masks",
-                    "segmentation",
-                    *words,
-                    *([] if "classes.txt" in held else _classes_of(path)),
-                )
+                return "a folder of images and masks", "segmentation", *words, *classes
             if files := [file for pattern in _COCO for file in sorted(path.glob(pattern))]:
                 return "a folder of COCO's format", "detection", "data=coco", *_coco(files[0])
             below = [itertools.islice(each.rglob("*"), _MOST) for each in train.glob("[!.]*")]
@@ -89,10 +84,8 @@ def _coco(path: Path) -> list[str]:
     for split, new in (("train", "train"), ("val", "valid"), ("val", "val")):
         file = Path(str(path.relative_to(root)).replace("train", new))
         if split == "train" or (root / file != path and (root / file).is_file()):
-            with open_regular(root / file) as opened:
-                size = min((root / file).stat().st_size, LARGEST_DATA)
-                with mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ) as content:
-                    first = json.loads((_FILE_NAME.search(content) or [b"", b""])[1])
+            found = _FILE_NAME.search(read_regular(root / file, LARGEST_DATA))
+            first = json.loads(found[1] if found else "")
             end = file.stem.rpartition("_")[2]  # such as train2017
             places = [str(file.parent), ".", end, f"images/{end}", "images"]
             there = [each for each in places if (root / each / first).is_file()] or ["images"]

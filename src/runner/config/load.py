@@ -42,6 +42,7 @@ T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
+_WITH_DATA = ("task", "model", "transform")  # groups that `data=PATH` may select too
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
@@ -126,7 +127,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     try:
         words, found = written_out(words, command.sources)
         canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
-        job = dataclasses.replace(job, overrides=canonical, data_found=found)
+        job = dataclasses.replace(job, overrides=canonical)
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
@@ -141,6 +142,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
             group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
             is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
+            data_found=found and " ".join([found, *(f"{each}={choices.get(each, 'null')}" for each in _WITH_DATA)]),
         )
         job = dataclasses.replace(job, values=_plain(cfg))
         if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command
