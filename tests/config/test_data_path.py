@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -20,8 +21,12 @@ from docs_pages import DOCS
 from PIL import Image
 
 from runner.base.errors import ConfigError, UserError
+from runner.config import data_path
 from runner.config.keys import at
+from runner.config.load import opened
+from runner.config.sources import shipped
 from runner.data.sources.masks import segmentation_folder
+from runner.sweeps.plan import plan_of
 from runner.verbs.options import show
 
 QUICK = ("data.image_size=32", "data.batch_size=4", "data.num_workers=0", "evaluate.batch_size=4")
@@ -104,6 +109,8 @@ FOUND = [
             "data.dataset.val_images": "valid",
         },
     ),
+    ("coco/", "coco", BOXES, {"data.root": "coco", "data.dataset.val_images": "val2017"}),
+    ("export", "coco", BOXES, {"data.root": "export", "data.dataset.val_images": "valid"}),
     ("far/annotations.json", "coco", BOXES, {"data.dataset.train_images": "images"}),
     ("flat", "segmentation_folder", MASKS, {"data.dataset.classes": None, "name": "segmentation"}),
     ("parts", "segmentation_folder", MASKS, {"data.dataset.classes": ["0", "1"], "data.dataset.values": None}),
@@ -183,10 +190,74 @@ def test_the_name_of_an_option_wins_over_a_path(compose, workdir):
     assert compose("data=./digits").values["data"]["root"] == "digits"
 
 
-def test_spaces_and_quotes_in_a_path_stay(compose, workdir):
+NAMES = [
+    ("Ann's photos, 2026", '"Ann\'s photos, 2026"'),
+    ("a=b [1] {2}", "'a=b [1] {2}'"),
+    ("my photos", r"my\ photos"),
+    ("Ann's", r"'Ann\'s'"),
+    ("2026", "2026"),
+]
+
+
+@pytest.mark.parametrize(("name", "typed"), NAMES, ids=[row[0] for row in NAMES])
+def test_special_characters_in_a_path_stay(name, typed, compose, capsys, workdir):
     lay_out(workdir)
-    Path("photos").rename("Ann's photos, 2026")
-    assert compose('data="Ann\'s photos, 2026"').values["data"]["root"] == "Ann's photos, 2026"
+    Path("photos").rename(name)
+    assert compose(f"data={typed}").values["data"]["root"] == name
+    assert compose("--multirun", f"data={typed},digits").values["data"]["root"] == name
+    show([f"data={typed}"])
+    assert f"# {name} is a folder of images for each class: data=image_folder data.root=" in capsys.readouterr().out
+
+
+def test_words_that_name_options_keep_their_meaning(compose, workdir):
+    lay_out(workdir)
+    own = workdir / "mine/data"
+    own.mkdir(parents=True)
+    shutil.copy(shipped() / "data/digits.yaml", own / "pictures.yaml")
+    for name in ("pictures", "_base", "null"):
+        shutil.copytree("photos", name)
+        composition = compose("--config-dir", "mine", f"data={name}", "data.dataset._target_=my.Data")
+        assert composition.data_found == ""
+        assert composition.group_choices.get("data", "null") == name
+    with pytest.raises(UserError) as caught:
+        compose("--config-dir", "mine", "data=mine/data/pictures.yaml")
+    assert [problem.nearest for problem in caught.value.problems] == ["pictures"]
+
+
+@pytest.mark.parametrize("name", ["annotations.json", "data.yaml"])
+def test_a_pipe_and_a_large_file_are_not_read(name, compose, workdir, monkeypatch):
+    monkeypatch.setattr("runner.config.data_path.LARGEST_DATA", 2**20)
+    os.mkfifo(f"pipe-{name}")
+    with Path(f"large-{name}").open("wb") as file:
+        file.write(b'{"file_name": "a.png", "names": ')
+        file.truncate(2**21)
+    for kind in ("pipe", "large"):
+        with pytest.raises(UserError) as caught:
+            compose(f"data={kind}-{name}")
+        assert [problem.key for problem in caught.value.problems] == ["data"]
+
+
+def test_masks_that_cannot_be_read_are_left_to_the_data_set(compose, workdir):
+    picture(workdir / "damaged/images/a.png")
+    picture(workdir / "damaged/masks/a.png", [0, 1])
+    os.mkfifo("damaged/masks/b.png")
+    (workdir / "damaged/masks/c.png").write_bytes(b"none")
+    # A header of 65,535 x 65,535 pixels, and numbers for which a count of each would take gigabytes
+    (workdir / "damaged/masks/d.bmp").write_bytes(
+        struct.pack("<2sIIIIIIHH24x", b"BM", 54, 0, 54, 40, 65535, 65535, 1, 8)
+    )
+    Image.fromarray(np.array([[0, 2**31 - 1]], dtype=np.int32)).save("damaged/masks/e.tif")
+    assert at(compose("data=damaged").values, "data.dataset")["values"] == [0, 1, 2**31 - 1]
+
+
+def test_jobs_of_a_sweep_look_at_a_path_once(workdir, monkeypatch):
+    lay_out(workdir)
+    looked, found_in = [], data_path._found_in
+    monkeypatch.setattr(data_path, "_found_in", lambda value, names: looked.append(value) or found_in(value, names))
+    with opened("train", ["--multirun", "data=flat,photos", "epochs=1,2,3"]) as command:
+        assert command is not None
+        assert len(plan_of(command).jobs) == 6
+    assert looked == ["flat", "photos"]
 
 
 def test_a_checkpoint_keeps_its_model_and_task(compose, workdir):
@@ -245,20 +316,23 @@ def test_show_says_what_a_path_stands_for_and_copy_refuses_it(workdir, capsys, r
     )
 
 
-def test_an_interrupted_run_continues_to_the_bits_of_a_whole_one(train, stopped, bomb, workdir):
+def test_an_interrupted_run_continues_to_the_bits_of_a_whole_one(train, stopped, bomb, workdir, monkeypatch):
     drawn_masks.draw(workdir / "scenes", train=12, val=4)
     words = ("data=scenes", *QUICK, "epochs=2")
     whole = train(*words)
     assert "  found  " in whole.out
-    assert "scenes is a folder of images and masks: data=segmentation_folder" in whole.out
+    assert "scenes is a folder of images and masks: experiment=segmentation data=segmentation_folder" in whole.out
     assert yaml.safe_load((whole.directory / "config.yaml").read_text())["data"]["root"] == "scenes"
     half = stopped(4, *words, "name=again")
     copied = shutil.copytree(half.directory, workdir / "copied")
-    resumed = train(*words, "name=copied", f"ckpt_path={copied}")
-    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
     again = train(*words, "name=again", "resume=auto", *bomb(4, signal.SIGTERM))
     assert again.directory == half.directory
     assert again.summary["weights_sha256"] == whole.summary["weights_sha256"]
+    # A relative path of another folder
+    (workdir / "elsewhere").mkdir()
+    monkeypatch.chdir(workdir / "elsewhere")
+    resumed = train("data=../scenes", *QUICK, "epochs=2", f"ckpt_path={copied}")
+    assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
 
 
 @pytest.mark.extended
@@ -296,6 +370,7 @@ def run_all(accepted: Any, lines: list[list[str]], small: tuple[str, ...]) -> No
         accepted(verb, *words, *more, *(["threads=1"] * (verb != "show")))
 
 
+@pytest.mark.extended
 @pytest.mark.extra(name="detection")
 def test_own_boxes_from_an_empty_folder_to_a_picture(accepted, workdir):
     drawn_objects.draw(workdir / "my_boxes", "train", 8, seed=0)

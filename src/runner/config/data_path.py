@@ -24,7 +24,7 @@ _KNOWN = (
 _COCO = ("annotations/instances_train*.json", "annotations/instances_default.json", "train/_annotations.coco.json")
 _IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|gif|tiff?)", re.IGNORECASE)
 _FILE_NAME = re.compile(rb'"file_name"\s{0,99}:\s{0,99}("(?:[^"\\]|\\.){1,4096}")')
-_MOST = 10_000  # files of a folder among which an image is looked for
+_MOST = 1000  # files of a folder among which an image is looked for
 _MOST_CLASSES = 64  # values of masks; more are shades, such as at edges
 
 

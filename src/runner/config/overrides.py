@@ -172,10 +172,8 @@ def _problem(
         return None
     if override.is_delete() or isinstance(value, Glob):
         return None
-    if several:
-        names = [str(each).strip("'\"") for each in override.sweep_string_iterator()]
-    else:
-        names = ["null" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
+    given = override.sweep_iterator() if several else value if isinstance(value, list) else [value]
+    names = ["null" if each is None else str(getattr(each, "text", each)) for each in given]  # a quoted one has a text
     for name in names:
         known = name in ("null", "", *options) or name.startswith("_")
         if not (known or (key == "data" and is_path(name))):
