@@ -24,8 +24,10 @@ _KNOWN = (
 _COCO = ("annotations/instances_train*.json", "annotations/instances_default.json", "train/_annotations.coco.json")
 _IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|gif|tiff?)", re.IGNORECASE)
 _FILE_NAME = re.compile(rb'"file_name"\s{0,99}:\s{0,99}("(?:[^"\\]|\\.){1,4096}")')
-_MOST = 1000  # files of a folder among which an image is looked for
-_MOST_CLASSES = 64  # values of masks; more are shades, such as at edges
+_MOST_LISTED, _MOST_CLASSES = (
+    1000,
+    64,
+)  # files among which an image is looked for; numbers in masks, not shades at edges
 
 
 def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]:
@@ -33,10 +35,10 @@ def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]
 
     Raises `UserError` for a path that holds nothing known.
     """
-    value = ""
+    typed = [""]
     with contextlib.suppress(HydraException):  # of words that are reported elsewhere
-        for override in parsed(word for word in words if word.lstrip("+").startswith("data=")):
-            value = str(override.value())
+        typed += [str(each.value()) for each in parsed(word for word in words if word.lstrip("+").startswith("data="))]
+    value = typed[-1]
     if not is_path(value) or value in (names := [option.name for option in sources.options("data")]):
         return [*words], ""
     if value not in sources.found:
@@ -44,7 +46,7 @@ def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]
     kind, preset, *own = sources.found[value]
     # A checkpoint has the model and its task
     resumes = any(key_of(word) == "ckpt_path" and not word.endswith(("=", "=null")) for word in words)
-    own = [*[f"experiment={preset}"] * (preset != "" and not resumes), *own]
+    own = own if resumes or not preset else [f"experiment={preset}", *own]
     return [*own, *(word for word in words if key_of(word) != "data")], f"{value} is {kind}: {' '.join(own)}"
 
 
@@ -64,7 +66,7 @@ def _found_in(value: str, names: Sequence[str]) -> tuple[str, ...]:
                 return "a folder of images and masks", "segmentation", *words, *classes
             if files := [file for pattern in _COCO for file in sorted(path.glob(pattern))]:
                 return "a folder of COCO's format", "detection", "data=coco", *_coco(files[0])
-            below = [itertools.islice(each.rglob("*"), _MOST) for each in train.glob("[!.]*")]
+            below = [itertools.islice(each.rglob("*"), _MOST_LISTED) for each in train.glob("[!.]*")]
             if sum(any(_IMAGE.fullmatch(file.suffix) for file in files) for files in below) > 1:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
@@ -98,14 +100,10 @@ def _classes_of(folder: Path) -> list[str]:
     import numpy as np
     from PIL import Image
 
-    found = set[int]()
+    found, unread = set[int](), (OSError, ValueError, Image.DecompressionBombError)
     for path in (*folder.glob("masks/**/*"), *folder.glob("*/masks/**/*")):
         # What cannot be read is reported when it is used
-        with (
-            contextlib.suppress(OSError, ValueError, Image.DecompressionBombError),
-            open_regular(path) as file,
-            Image.open(file) as mask,
-        ):
+        with contextlib.suppress(*unread), open_regular(path) as file, Image.open(file) as mask:
             # Pillow multiplies grey values of 2 and 4 bits
             factor = {"L;2": 85, "L;4": 17}.get(str(mask.tile[0][3]) if mask.tile else "", 1)
             found.update(np.unique(np.asarray(mask) // factor).tolist())
