@@ -24,10 +24,6 @@ _KNOWN = (
 _COCO = ("annotations/instances_train*.json", "annotations/instances_default.json", "train/_annotations.coco.json")
 _IMAGE = re.compile(r"\.(jpe?g|png|webp|bmp|gif|tiff?)", re.IGNORECASE)
 _FILE_NAME = re.compile(rb'"file_name"\s{0,99}:\s{0,99}("(?:[^"\\]|\\.){1,4096}")')
-_MOST_LISTED, _MOST_CLASSES = (
-    1000,
-    64,
-)  # files among which an image is looked for; numbers in masks, not shades at edges
 
 
 def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]:
@@ -66,7 +62,8 @@ def _found_in(value: str, names: Sequence[str]) -> tuple[str, ...]:
                 return "a folder of images and masks", "segmentation", *words, *classes
             if files := [file for pattern in _COCO for file in sorted(path.glob(pattern))]:
                 return "a folder of COCO's format", "detection", "data=coco", *_coco(files[0])
-            below = [itertools.islice(each.rglob("*"), _MOST_LISTED) for each in train.glob("[!.]*")]
+            # The first files of a folder tell whether it has images, also where there are millions
+            below = [itertools.islice(each.rglob("*"), 1000) for each in train.glob("[!.]*")]
             if sum(any(_IMAGE.fullmatch(file.suffix) for file in files) for files in below) > 1:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
@@ -107,8 +104,8 @@ def _classes_of(folder: Path) -> list[str]:
             # Pillow multiplies grey values of 2 and 4 bits
             factor = {"L;2": 85, "L;4": 17}.get(str(mask.tile[0][3]) if mask.tile else "", 1)
             found.update(np.unique(np.asarray(mask) // factor).tolist())
-        if len(found) > _MOST_CLASSES:
-            return []
     classes = sorted(found - {255} if found > {0, 1} else found)
     values = [f"data.dataset.values={classes}"] if classes != [*range(len(classes))] else []
-    return [f"data.dataset.classes={[*map(str, classes)]}", *values] if len(classes) > 1 else []
+    return (
+        [f"data.dataset.classes={[*map(str, classes)]}", *values] if 1 < len(classes) <= 64 else []
+    )  # shades of edges are more

@@ -126,8 +126,6 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
     failure = list[Problem]()
     try:
         words, found = written_out(words, command.sources)
-        canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
-        job = dataclasses.replace(job, overrides=canonical)
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
@@ -139,6 +137,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         is_sweep = command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN")
         job = dataclasses.replace(
             job,
+            overrides=[word.lstrip("+") for word in words if not keys.is_of_hydra(word)],
             group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
             is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,

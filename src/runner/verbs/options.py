@@ -83,7 +83,8 @@ def show(argv: Sequence[str]) -> int:
     if "--schema" in argv:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
-    if any(word.startswith("data=") for word in words):
+    known = [f"data={option.name}" for option in sources.options("data")]
+    if any(word.startswith("data=") and word not in known for word in words):
         from runner.config.data_path import written_out  # imports Hydra
 
         words, found = written_out(words, sources)
