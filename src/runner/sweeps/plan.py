@@ -23,6 +23,7 @@ from runner.config.load import compose_job, problems_in, problems_without_import
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 # These do not count at their default, as the ledgers of earlier versions lack them.
 _ADDED = {"data.decode": "auto", "transform.close_epochs": 0}
+_ADDED |= {f"adapters.{key}": value for key, value in vars(Adapters()).items()}
 
 
 @dataclass(frozen=True)
