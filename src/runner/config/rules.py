@@ -16,7 +16,7 @@ from runner.base.durations import DURATION, seconds
 from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
-from runner.config.schema.train import Fsdp, Train
+from runner.config.schema.train import Adapters, Fsdp, Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
 from runner.config.untrusted import not_packages, packages_in
 

@@ -282,7 +282,7 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     if config.adapters.rank is not None:
         adapted = model["model"] if isinstance(model, Modules) else model
         rest = tuple(parameter for parameter in adapted.parameters() if not parameter.requires_grad)
-        parts.insert(0, Frozen("all that has adapters", rest, _modules_of(adapted, rest)))
+        parts.insert(0, Frozen("everything else", rest, _modules_of(adapted, rest)))
     waiting = {parameter for part in parts for parameter in part.parameters}
     # Everything frozen in the first step would fail in backward, with an error of torch that names nothing
     if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
