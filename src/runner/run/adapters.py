@@ -33,22 +33,25 @@ def adapt(config: Train, model: nn.Module, image: Callable[[], Tensor]) -> None:
         whole = {head_of(model, image(), "adapters.trained").path}
     inside = tuple(f"{name}." for name in whole)
     trained = [each for name, each in model.named_parameters() if each.requires_grad and f"{name}.".startswith(inside)]
-    # MultiheadAttention reads the weights of its output layer, of a class of its own, and never calls it
-    layers = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and not f"{name}.".startswith(inside)
-        if not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    ]
-    chosen, some = set[str](), ", ".join(layers[:5])
+    able = [name for name, each in model.named_modules() if _fits(each) and not f"{name}.".startswith(inside)]
+    chosen, some = set[str](), ", ".join(able[:5])
     for pattern in settings.modules:
-        chosen |= matching("adapters.modules", pattern, layers, "Linear or Conv2d layer", prose=some)
-    with explaining("adapters", "peft refuses the layers: ", "other adapters.modules, or another adapters.rank"):
+        chosen |= matching("adapters.modules", pattern, able, "plain Linear or Conv2d layer", prose=some)
+    with explaining("adapters", "peft refuses them: ", "other values of adapters.modules and adapters.rank"):
         target = f"({'|'.join(map(re.escape, sorted(chosen)))})"
         options = {"lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "target_modules": target}
         inject_adapter_in_model(LoraConfig(r=settings.rank, **options), model)
-    for parameter in trained:  # by peft, nothing but the adapters
+    for parameter in trained:  # peft leaves nothing but the adapters
         parameter.requires_grad_(True)
+
+
+def _fits(module: nn.Module) -> bool:
+    """True if an adapter computes what a change of the layer's weights would.
+
+    That of peft ignores dilation and padding mode, and MultiheadAttention does not call its output layer, a subclass.
+    """
+    plain = type(module) is nn.Conv2d and (module.groups, *module.dilation, module.padding_mode) == (1, 1, 1, "zeros")
+    return plain or type(module) is nn.Linear
 
 
 def merged(config: Train, model: nn.Module) -> nn.Module:
