@@ -73,7 +73,9 @@ def test_adapters_and_head_are_trained_and_nothing_else_changes(call: Any, model
     assert sum(len(group["params"]) for group in groups) == len(changed)
 
 
-@pytest.mark.parametrize("settings", [{"ema": 0.9, "adapters.dropout": 0.2}, {**NORMS, "amp": "bf16", "swa": 1, "epochs": 3}], ids=len)
+@pytest.mark.parametrize(
+    "settings", [{"ema": 0.9, "adapters.dropout": 0.2}, {**NORMS, "amp": "bf16", "swa": 1, "epochs": 3}], ids=len
+)
 def test_a_killed_run_ends_with_the_same_bits(call: Any, killed: Any, accepted: Any, settings: dict[str, Any]) -> None:
     settings = {**settings, "checkpoint.every_steps": 1, "checkpoint.min_seconds": 0}
     whole = call(**settings)
@@ -131,7 +133,11 @@ def test_freeze_and_groups_apply_to_adapters(built: Any) -> None:
 def test_all_layers_but_those_that_are_trained_whole_can_be_adapted(built: Any) -> None:
     adapted = built(**{"adapters.modules": ["*"], "adapters.rank": 2})
     names = {name.partition(".lora_A")[0] for name, _ in adapted.model.named_parameters() if ".lora_A" in name}
-    blocks = {f"blocks.{block}.{layer}" for block in (0, 1) for layer in ("attention.qkv", "attention.project", "mlp.0", "mlp.3")}
+    blocks = {
+        f"blocks.{block}.{layer}"
+        for block in (0, 1)
+        for layer in ("attention.qkv", "attention.project", "mlp.0", "mlp.3")
+    }
     assert names == {"embed", *blocks}
     assert [name for name, _ in repeated_blocks(adapted.model)] == ["blocks.0", "blocks.1"]
 
@@ -159,7 +165,11 @@ def test_another_rank_is_refused_when_resuming(call: Any, rejected: Any) -> None
 )
 def test_what_cannot_be_adapted_is_a_sentence(rejected: Any, given: list[str], key: str, reason: str) -> None:
     own = [word for word in SMALL if not word.startswith("model") or not given[0].startswith("model")]
-    refused = rejected("train", *own, "adapters=lora", *given) if "adapters=none" not in given else rejected("train", *own, *given)
+    refused = (
+        rejected("train", *own, "adapters=lora", *given)
+        if "adapters=none" not in given
+        else rejected("train", *own, *given)
+    )
     assert f"{key}:" in refused.err
     assert reason in refused.err
 
@@ -176,7 +186,9 @@ class Layers(nn.Sequential):
 
 
 @pytest.mark.parametrize("layer", ["grouped", "dilated"])
-def test_layers_whose_adapter_would_compute_something_else_are_refused(rejected: Any, own_module: Any, layer: str) -> None:
+def test_layers_whose_adapter_would_compute_something_else_are_refused(
+    rejected: Any, own_module: Any, layer: str
+) -> None:
     own_module("layers_of_kinds", LAYERS)
     given = ("model=null", "+model._target_=layers_of_kinds.Layers", "adapters=lora", f"adapters.modules=[{layer}]")
     refused = rejected("train", *(word for word in SMALL if not word.startswith("model")), *given)
