@@ -181,11 +181,12 @@ class Layers(nn.Sequential):
     def __init__(self):
         super().__init__()
         self.grouped, self.dilated = nn.Conv2d(3, 3, 1, groups=3), nn.Conv2d(3, 6, 4, dilation=2)
-        self.flat, self.plain, self.head = nn.Flatten(), nn.Linear(24, 8), nn.Linear(8, 10)
+        self.flat, self.plain = nn.Flatten(), nn.Linear(24, 8)
+        self.fused, self.head = nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 10)
 """
 
 
-@pytest.mark.parametrize("layer", ["grouped", "dilated"])
+@pytest.mark.parametrize("layer", ["grouped", "dilated", "fused.linear1", "fused.self_attn.out_proj"])
 def test_layers_whose_adapter_would_compute_something_else_are_refused(
     rejected: Any, own_module: Any, layer: str
 ) -> None:

@@ -15,43 +15,43 @@ from runner.run.finetune import explaining, head_of
 
 
 def adapt(config: Train, model: nn.Module, image: Callable[[], Tensor]) -> None:
-    """Put the adapters that the config asks for into a model; only they and `adapters.trained` require gradients afterwards.
+    """Put the adapters of `adapters` into a model, in which only they and what `adapters.trained` names are trained from now on.
 
-    `image` gives an image as the model takes it, (1, C, H, W). Raises `UserError` if a pattern matches nothing, or peft is
-    missing or refuses a layer.
+    `image` gives an image as the model takes it, (1, C, H, W). Raises `UserError` if a pattern matches nothing.
     """
-    settings = config.adapters
+    settings, modules = config.adapters, dict(model.named_modules())
     if settings.rank is None:
         return
     require("adapters", "runner[lora]", "peft")
     from peft import LoraConfig, inject_adapter_in_model
 
-    names, whole = [name for name, _ in (*model.named_modules(), *model.named_parameters()) if name], set[str]()
-    for pattern in settings.trained or ():
-        whole |= matching("adapters.trained", pattern, names, "module or parameter")
-    if settings.trained is None:
-        whole = {head_of(model, image(), "adapters.trained").path}
-    inside = tuple(f"{name}." for name in whole)
+    names = [name for name in (*modules, *dict(model.named_parameters())) if name]
+    whole = [head_of(model, image(), "adapters.trained").path] if settings.trained is None else settings.trained
+    found = (matching("adapters.trained", each, names, "module or parameter") for each in whole)
+    inside = tuple(f"{name}." for name in set[str]().union(*found))
     trained = [each for name, each in model.named_parameters() if each.requires_grad and f"{name}.".startswith(inside)]
-    able = [name for name, each in model.named_modules() if _fits(each) and not f"{name}.".startswith(inside)]
-    chosen, some = set[str](), ", ".join(able[:5])
-    for pattern in settings.modules:
-        chosen |= matching("adapters.modules", pattern, able, "plain Linear or Conv2d layer", prose=some)
+    # In evaluations, TransformerEncoderLayer reads the weights of its parts and does not call them
+    fused = tuple(f"{name}." for name, each in modules.items() if isinstance(each, nn.TransformerEncoderLayer))
+    able = [name for name, each in modules.items() if _fits(each) and not f"{name}.".startswith(inside + fused)]
+    kind, some = "plain Linear or Conv2d layer", ", ".join(able[:5])
+    found = (matching("adapters.modules", each, able, kind, prose=some) for each in settings.modules)
+    target = f"({'|'.join(map(re.escape, sorted(set[str]().union(*found))))})"
     with explaining("adapters", "peft refuses them: ", "other values of adapters.modules and adapters.rank"):
-        target = f"({'|'.join(map(re.escape, sorted(chosen)))})"
         options = {"lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "target_modules": target}
         inject_adapter_in_model(LoraConfig(r=settings.rank, **options), model)
     for parameter in trained:  # peft leaves nothing but the adapters
         parameter.requires_grad_(True)
+    if not model.training:  # as loaded models often are, and then all of it is trained
+        model.train()
+    for module in modules.values():  # so that BatchNorm keeps its statistics
+        own = [each.requires_grad for each in module.parameters(recurse=False)]
+        module.training &= not own or any(own)
 
 
 def _fits(module: nn.Module) -> bool:
-    """True if an adapter computes what a change of the layer's weights would.
-
-    That of peft ignores dilation and padding mode, and MultiheadAttention does not call its output layer, a subclass.
-    """
+    """True if an adapter of peft, which ignores dilation and padding mode, computes what a change of the layer's weights would."""
     plain = type(module) is nn.Conv2d and (module.groups, *module.dilation, module.padding_mode) == (1, 1, 1, "zeros")
-    return plain or type(module) is nn.Linear
+    return plain or type(module) is nn.Linear  # and not a subclass, such as MultiheadAttention never calls
 
 
 def merged(config: Train, model: nn.Module) -> nn.Module:

@@ -279,10 +279,6 @@ def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:
     Raises `UserError` if a pattern matches nothing with weights, or nothing is left to train.
     """
     parts = [_frozen(model, image, entry) for entry in entries(config.freeze, config.unfreeze_at)]
-    if config.adapters.rank is not None:
-        adapted = model["model"] if isinstance(model, Modules) else model
-        rest = tuple(parameter for parameter in adapted.parameters() if not parameter.requires_grad)
-        parts.insert(0, Frozen("everything else", rest, _modules_of(adapted, rest)))
     waiting = {parameter for part in parts for parameter in part.parameters}
     # Everything frozen in the first step would fail in backward, with an error of torch that names nothing
     if parts and all(parameter in waiting for parameter in model.parameters() if parameter.requires_grad):
@@ -318,11 +314,7 @@ def _frozen(model: nn.Module, image: Tensor, entry: Entry) -> Frozen:
     trained = tuple(parameter for parameter in parameters if parameter.requires_grad)
     if not trained:
         raise UserError("freeze", f"'{entry.pattern}' has no trainable weights", "names of layers with weights")
-    quiet = tuple(dict.fromkeys([*inside, *_modules_of(model, trained)]))
-    return Frozen(entry.pattern, trained, quiet, entry.steps, entry.epochs)
-
-
-def _modules_of(model: nn.Module, parameters: Sequence[nn.Parameter]) -> tuple[nn.Module, ...]:
-    """Modules whose own weights are all among these, which go to evaluation mode, so that BatchNorm keeps its statistics."""
-    weights, frozen = [(module, set(module.parameters(recurse=False))) for module in model.modules()], set(parameters)
-    return tuple(module for module, own_weights in weights if own_weights and own_weights <= frozen)
+    # A module goes to evaluation mode only if all its weights are frozen, so that BatchNorm keeps its statistics
+    weights = [(module, set(module.parameters(recurse=False))) for module in model.modules()]
+    whole = [module for module, own_weights in weights if own_weights and own_weights <= set(trained)]
+    return Frozen(entry.pattern, trained, tuple(dict.fromkeys([*inside, *whole])), entry.steps, entry.epochs)
