@@ -24,7 +24,6 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
-from runner.run.adapters import adapt
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
@@ -87,9 +86,6 @@ def build_run(
     # Initial weights, which a checkpoint brings along, and what is frozen
     image = example_input(data)
     initial = set_initial_weights(config, model, data, image) if draws_weights else InitialWeights()
-    if draws_weights:
-        adapt(config, model_of(model), lambda: image)
-        place(model, loss, device, config.channels_last, precision.weights)
     freezing = freeze(config, model, image)
     sharing = 1 if config.sync_batchnorm else world().size
     trial.try_single_sample(tried, model, loss, data, freezing=freezing, epoch=length.plan, ranks=sharing)

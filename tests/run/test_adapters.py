@@ -44,7 +44,7 @@ def built(compose: Callable[..., Composition]) -> Callable[..., Any]:
 
 
 def words(settings: dict[str, Any]) -> tuple[str, ...]:
-    """The words of a small run, of which those of the transformer are left out for another model."""
+    """The words of a small run, without those of the transformer for another model."""
     own = tuple(word for word in SMALL if "model" not in settings or not word.startswith("model."))
     return own if "adapters" in settings else (*own, "adapters=lora")
 

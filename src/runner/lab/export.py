@@ -31,8 +31,7 @@ from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.run import from_checkpoint
-from runner.run.adapters import merged
-from runner.run.finetune import explaining
+from runner.run.finetune import explaining, merged
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
@@ -197,7 +196,6 @@ def run(composition: Composition) -> float:
     exported = model
     if config.include_preprocessing:
         exported = _Normalizing(model, *resolved.input_pipeline(_CPU).of_bytes).eval()
-    written_model = merged(config, exported)
     with torch.inference_mode():
         outputs = _outputs(exported(*inputs.values()), samples)
     if clash := sorted(inputs.keys() & outputs.keys()):
@@ -216,7 +214,7 @@ def run(composition: Composition) -> float:
                 # Exporters can raise anything for a model that they cannot express
                 with blame("format", f"{name} cannot express this model", "another format", OSError), torch.no_grad():
                     example = {key: _repeated(each[:1], _EXAMPLES) for key, each in inputs.items()}
-                    loaded = FORMATS[name][1](written_model, example, path)
+                    loaded = FORMATS[name][1](merged(config, exported), example, path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
