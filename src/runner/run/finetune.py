@@ -157,7 +157,7 @@ def _some_images(data: DataModule) -> Iterator[Tensor]:
 
 
 def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
-    """Set weights of the model as `init` says, then load those of `init_from` into it, and into modules of the task by name; add adapters.
+    """Set weights of the model as `init` and `init_from` say, load modules of the task by name, and add `adapters`.
 
     Raises `UserError` if a scheme does not apply to the model, or a file does not fit.
     """

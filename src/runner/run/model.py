@@ -25,7 +25,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 from runner.models.heads import replace_head
 from runner.optim.losses import CrossEntropy, Focal
-from runner.run.finetune import adapt, Modules, explaining, head_of
+from runner.run.finetune import Modules, adapt, explaining, head_of
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
