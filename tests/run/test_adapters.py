@@ -175,6 +175,7 @@ def test_what_cannot_be_adapted_is_a_sentence(rejected: Any, given: list[str], k
 
 
 LAYERS = """
+import torch
 from torch import nn
 
 class Layers(nn.Sequential):
@@ -183,7 +184,19 @@ class Layers(nn.Sequential):
         self.grouped, self.dilated = nn.Conv2d(3, 3, 1, groups=3), nn.Conv2d(3, 6, 4, dilation=2)
         self.flat, self.plain = nn.Flatten(), nn.Linear(24, 8)
         self.fused, self.head = nn.TransformerEncoderLayer(8, 2, 8), nn.Linear(8, 10)
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.norm, self.qkv, self.read = nn.Parameter(torch.ones(())), nn.BatchNorm2d(3), *map(nn.Linear, (192, 8), (8, 8))
+        self.plain = nn.BatchNorm1d(8, affine=False)
+        self.head = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10))
+
+    def forward(self, images):
+        x = self.plain(self.qkv(self.norm(images * self.scale).flatten(1)))
+        return self.head(nn.functional.linear(x, self.read.weight))
 """
+NORMED = {"model": None, "+model._target_": "layers_of_kinds.Normed"}
 
 
 @pytest.mark.parametrize("layer", ["grouped", "dilated", "fused.linear1", "fused.self_attn.out_proj"])
@@ -195,6 +208,22 @@ def test_layers_whose_adapter_would_compute_something_else_are_refused(
     refused = rejected("train", *(word for word in SMALL if not word.startswith("model")), *given)
     assert "adapters.modules:" in refused.err
     assert "plain, or names" in refused.err
+
+
+def test_a_layer_whose_weights_are_read_without_a_call_is_refused(rejected: Any, own_module: Any) -> None:
+    own_module("layers_of_kinds", LAYERS)
+    settings = {**NORMED, "adapters.modules": ["qkv", "read"]}
+    refused = rejected("train", *words_of(words(settings), settings))
+    assert "adapters.modules: adapters of read have no effect" in refused.err
+
+
+def test_statistics_of_frozen_norms_stay_in_a_model_with_weights_of_its_own(built: Any, own_module: Any) -> None:
+    own_module("layers_of_kinds", LAYERS)
+    training = built(**NORMED)
+    training.state.train()
+    norms = {name: each.training for name, each in training.model.named_modules() if hasattr(each, "running_mean")}
+    assert norms == {"norm": False, "plain": False, "head.0": True}
+    assert training.model.training
 
 
 def test_without_peft_the_extra_is_named(rejected: Any, monkeypatch: pytest.MonkeyPatch) -> None:

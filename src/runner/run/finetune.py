@@ -307,9 +307,9 @@ def adapt(config: Train, model: nn.Module, image: Callable[[], Tensor]) -> None:
         model.train()
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
-    for module in modules.values():  # so that BatchNorm keeps its statistics
-        own = [each.requires_grad for each in module.parameters(recurse=False)]
-        module.training &= not own or any(own)
+    for name, module in modules.items():  # BatchNorm keeps its statistics where it is not trained
+        if getattr(module, "running_mean", None) is not None and not f"{name}.".startswith(inside):
+            module.training = False
 
 
 def _fits(module: nn.Module) -> bool:

@@ -205,6 +205,19 @@ def try_single_sample(
         steps(data.example_batch(1).data)
 
 
+def try_adapters(steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
+    """Refuse adapters of layers whose weights the model reads instead of calling them, as torchvision's Swin does."""
+    layers, called = {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}, set[nn.Module]()
+    with contextlib.ExitStack() as hooks:
+        for each in layers.values():
+            hooks.callback(each.register_forward_hook(lambda layer, *_: called.add(layer)).remove)
+        with _training(model, loss), explaining("adapters", "the adapted model cannot be trained: "):
+            forward_copies(steps, model, data, 2)
+    if unused := [name for name, each in layers.items() if each not in called]:
+        problem = f"adapters of {', '.join(unused[:3])} have no effect, as the model does not call these layers"
+        raise UserError("adapters.modules", problem, "patterns of other layers")
+
+
 def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:
     """The config with the batch size that fits, so that a resumed run does not search again, and a row that says why.
 
