@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from extended import some
 from extras import needs
 from safetensors.torch import load_file
 from tiny_runs import words_of
@@ -74,7 +76,9 @@ def test_adapters_and_head_are_trained_and_nothing_else_changes(call: Any, model
 
 
 @pytest.mark.parametrize(
-    "settings", [{"ema": 0.9, "adapters.dropout": 0.2}, {**NORMS, "amp": "bf16", "swa": 1, "epochs": 3}], ids=len
+    "settings",
+    some([{"ema": 0.9, "adapters.dropout": 0.2}, {**NORMS, "amp": "bf16", "swa": 1, "epochs": 3}], 0),
+    ids=len,
 )
 def test_a_killed_run_ends_with_the_same_bits(call: Any, killed: Any, accepted: Any, settings: dict[str, Any]) -> None:
     settings = {**settings, "checkpoint.every_steps": 1, "checkpoint.min_seconds": 0}
@@ -105,19 +109,28 @@ def test_eval_predict_load_and_export_use_the_adapters(call: Any, json_of: Any, 
     run = call(**{"optimizer.lr": 0.05})
     path = f"ckpt_path={run.directory}"
     val = json_of("eval", path, "split=val", "device=cpu")["metrics"]
-    assert val["loss"] == pytest.approx(run.summary["best"]["loss"] if "loss" in run.summary["best"] else val["loss"])
-    exported = json_of("export", path, "format=[safetensors,torch_export]", f"output={tmp_path}", "tolerance=1e-5")
-    assert {each["format"] for each in exported["comparison"]} == {"safetensors", "torch_export"}
+    assert val["loss"] == pytest.approx(run.summary["best"]["loss"])
+    trained, images = load(run.directory, device="cpu"), torch.randn(5, 3, 8, 8)
+    weights = trained.model.state_dict()
+    accepted("predict", path, "input=val", "logits=true", "output=adapted.jsonl", "device=cpu")
+    exported = json_of("export", path, "format=safetensors", f"output={tmp_path}", "tolerance=1e-5")
+    assert {each["format"] for each in exported["comparison"]} == {"safetensors"}
     # The file has the names of a model without adapters, and starts one that gives the same outputs
     merged = load_file(tmp_path / "model.safetensors")
-    assert "blocks.0.attention.qkv.weight" in merged
-    trained, images = load(run.directory, device="cpu"), torch.randn(5, 3, 8, 8)
+    name = "blocks.0.attention.qkv"
+    difference = weights[f"{name}.lora_B.default.weight"] @ weights[f"{name}.lora_A.default.weight"] * 8 / 4
+    assert difference.abs().max() > 1e-3
+    torch.testing.assert_close(merged[f"{name}.weight"], weights[f"{name}.base_layer.weight"] + difference)
     plain = call(adapters="none", init_from=str(tmp_path / "model.safetensors"), max_steps=1, epochs=None, lr=1e-12)
     with torch.inference_mode():
-        outputs = trained.model(images)
-        torch.testing.assert_close(load(plain.directory, device="cpu").model(images), outputs, rtol=1e-4, atol=1e-5)
-    last = trained.model.state_dict()
-    assert not torch.allclose(last["blocks.0.attention.qkv.base_layer.weight"], merged["blocks.0.attention.qkv.weight"])
+        outputs = load(plain.directory, device="cpu").model(images)
+        torch.testing.assert_close(outputs, trained.model(images), rtol=1e-4, atol=1e-5)
+    accepted("predict", f"ckpt_path={plain.directory}", "input=val", "logits=true", "output=plain.jsonl", "device=cpu")
+    first, second = (
+        torch.tensor([json.loads(line)["logits"] for line in Path(f"{each}.jsonl").read_text().splitlines()])
+        for each in ("adapted", "plain")
+    )
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
 
 
 def test_freeze_and_groups_apply_to_adapters(built: Any) -> None:
@@ -188,8 +201,8 @@ class Layers(nn.Sequential):
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
-        self.scale, self.norm, self.qkv, self.read = nn.Parameter(torch.ones(())), nn.BatchNorm2d(3), *map(nn.Linear, (192, 8), (8, 8))
-        self.plain = nn.BatchNorm1d(8, affine=False)
+        self.scale, self.norm, self.plain = nn.Parameter(torch.ones(())), nn.BatchNorm2d(3), nn.BatchNorm1d(8, affine=False)
+        self.qkv, self.read = nn.Linear(192, 8), nn.Linear(8, 8)
         self.head = nn.Sequential(nn.BatchNorm1d(8, affine=False), nn.Linear(8, 10))
 
     def forward(self, images):
@@ -199,7 +212,7 @@ class Normed(nn.Module):
 NORMED = {"model": None, "+model._target_": "layers_of_kinds.Normed"}
 
 
-@pytest.mark.parametrize("layer", ["grouped", "dilated", "fused.linear1", "fused.self_attn.out_proj"])
+@pytest.mark.parametrize("layer", some(["grouped", "dilated", "fused.linear1", "fused.self_attn.out_proj"], 1, 2))
 def test_layers_whose_adapter_would_compute_something_else_are_refused(
     rejected: Any, own_module: Any, layer: str
 ) -> None:
@@ -219,7 +232,7 @@ def test_a_layer_whose_weights_are_read_without_a_call_is_refused(rejected: Any,
 
 def test_statistics_of_frozen_norms_stay_in_a_model_with_weights_of_its_own(built: Any, own_module: Any) -> None:
     own_module("layers_of_kinds", LAYERS)
-    training = built(**NORMED)
+    training = built(**NORMED, **{"adapters.trained": ["head"]})
     training.state.train()
     norms = {name: each.training for name, each in training.model.named_modules() if hasattr(each, "running_mean")}
     assert norms == {"norm": False, "plain": False, "head.0": True}

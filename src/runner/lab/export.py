@@ -200,7 +200,6 @@ def run(composition: Composition) -> float:
         outputs = _outputs(exported(*inputs.values()), samples)
     if clash := sorted(inputs.keys() & outputs.keys()):
         raise UserError("model", f"returns '{clash[0]}', which is the name of an input too", "another name")
-    plain = merged(config, exported)
     run_directory = from_checkpoint.run_directory_of(resolved.found.path)
     default = None if run_directory is None else run_directory / "export"
     folder = output_folder(config.output, default, config.output_root, "exports")
@@ -215,7 +214,7 @@ def run(composition: Composition) -> float:
                 # Exporters can raise anything for a model that they cannot express
                 with blame("format", f"{name} cannot express this model", "another format", OSError), torch.no_grad():
                     example = {key: _repeated(each[:1], _EXAMPLES) for key, each in inputs.items()}
-                    loaded = FORMATS[name][1](plain, example, path)
+                    loaded = FORMATS[name][1](merged(config, exported), example, path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}

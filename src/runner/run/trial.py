@@ -17,6 +17,7 @@ from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
+from runner.distributed.world import world
 from runner.engine.errors import is_out_of_memory
 from runner.engine.evaluation import NO_MEANS
 from runner.engine.freezing import Freezing
@@ -191,9 +192,10 @@ def forward_copies(steps: Any, model: nn.Module, data: DataModule, samples: int)
 
 
 def try_single_sample(
-    steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
+    config: Train, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, freezing: Freezing, epoch: EpochPlan
 ) -> None:
-    """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
+    """Train on one sample, if the ranks that share a batch may get no more: BatchNorm has no variance to compute."""
+    ranks = 1 if config.sync_batchnorm else world().size
     # The last batch is the smallest, so it decides
     if epoch.size(epoch.batches - 1) // ranks > 1:
         return
@@ -205,8 +207,10 @@ def try_single_sample(
         steps(data.example_batch(1).data)
 
 
-def try_adapters(steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
+def try_adapters(config: Train, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
     """Refuse adapters of layers whose weights the model reads instead of calling them, as torchvision's Swin does."""
+    if config.adapters.rank is None:
+        return
     layers, called = {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}, set[nn.Module]()
     with contextlib.ExitStack() as hooks:
         for each in layers.values():
