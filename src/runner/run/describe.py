@@ -120,6 +120,9 @@ def describe(config: Train, run: Run) -> list[Row]:
     rows += [("precision", run.precision.name, run.precision.reason)]
     rows += _preferred(config, data.channels)
     rows += run.initial.rows()
+    if (lora := config.adapters).rank is not None:
+        share = f"{trainable / parameters:.2%} of {parameters:,} weights are trained"
+        rows += [("adapters", f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}", share)]
     rows += [("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts]
     rows += run.toggled.rows()
     rows += _optimizers(config)
