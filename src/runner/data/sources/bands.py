@@ -19,6 +19,8 @@ from runner.data.bad_samples import Place
 Channels = int | Literal["auto"]
 """1 and 3 convert images to grey and RGB of 8 bits; "auto" and others keep the channels and bits of a file."""
 MOST_CHANNELS = 16
+KEPT = ("auto", 2, *range(4, MOST_CHANNELS + 1))
+"""The `Channels` that images keep."""
 SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _WHITE = 65535  # of 16 bits
 _FIRST_TO = {"LAB": "RGB", "La": "LA"}  # Pillow converts these to nothing else

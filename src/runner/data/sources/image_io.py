@@ -28,6 +28,7 @@ from runner.base.reading import LARGEST_DATA, open_regular, read_regular
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
 from runner.data.sources.bands import (
+    KEPT,
     MOST_CHANNELS,
     SIXTEEN_BIT,
     Channels,
@@ -123,7 +124,7 @@ class Decoding:
         """`read_image` with the other settings; raises `UserError` if the image has others than the `found` channels."""
         pixels, decode = self.max_pixels, self.decode
         image = read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
-        if self.channels not in (1, 3):
+        if self.channels in KEPT:
             check_kind(path, image, *(self.found or (self.channels, None)))
         return image
 
@@ -181,7 +182,7 @@ def read_image(
     Returns uint8 (channels, H, W), or float32 from 0 to 1 of 16 bits, contiguous. Raises `UserError`, which names the file, if
     it is missing, truncated, no image or too large.
     """
-    keeps = channels not in (1, 3)
+    keeps = channels in KEPT
     if keeps and (kept := unreduced(path, content, max_pixels)) is not None:
         planes = _turned(*kept)
         region = cut(*planes.shape[1:]) if image_size is not None else (0, 0, *planes.shape[1:])
