@@ -223,7 +223,7 @@ class Predictions(nn.Module):
         return rows
 
     def _with_pixels(self, data: Any) -> Any:
-        """The data of a batch with images as RGB, uint8 (B, 3, H, W), without normalisation; of more channels the first three, of two the first."""
+        """The data of a batch with images as RGB, uint8 (B, 3, H, W), without normalisation: the first 3 channels, or the first."""
         normalize, names = self._data.normalize, self._data.images
         mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (normalize.mean or [0.0], normalize.std or [1.0]))
 

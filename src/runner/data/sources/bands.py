@@ -78,7 +78,7 @@ def unreduced(path: Path | str, content: bytes | Image.Image | None, max_pixels:
             return None
         from torchvision.io import ImageReadMode, decode_image  # takes a second, and few files need it
 
-        check_size(path, *struct.unpack(">II", head[16:24]), max_pixels)
+        check_size(path, struct.unpack(">II", head[16:24]), max_pixels)
         encoded = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
         return decode_image(encoded, ImageReadMode.UNCHANGED, apply_exif_orientation=True), 1
 
@@ -90,7 +90,7 @@ def _tiff(path: Path | str, file: IO[bytes], max_pixels: int) -> tuple[Tensor, i
 
     with TiffFile(file) as opened:
         page: Any = opened.pages[0]
-        check_size(path, page.imagewidth, page.imagelength, max_pixels)
+        check_size(path, (page.imagewidth, page.imagelength), max_pixels)
         if (kind := str(page.dtype)) not in ("uint8", "uint16") or page.photometric.name not in ("MINISBLACK", "RGB"):
             raise ValueError(
                 f"its pixels are {page.photometric.name} of {kind}; save it as grey or RGB of 8 or 16 bits"
@@ -104,8 +104,9 @@ def _tiff(path: Path | str, file: IO[bytes], max_pixels: int) -> tuple[Tensor, i
     return planes.view(-1, *planes.shape[-2:]), 1 if turn is None else int(turn.value)
 
 
-def check_size(path: Path | str, width: int, height: int, max_pixels: int) -> None:
+def check_size(path: Path | str, size: tuple[int, ...], max_pixels: int) -> None:
     """Raise `UserError` for too many pixels, before decoding: a file of a few hundred kB can take gigabytes of memory."""
+    width, height = size
     if width * height > max_pixels:
         pixels = f"{width:,} x {height:,} = {width * height:,} pixels, and data.max_pixels={max_pixels}"
         allowed = "a larger data.max_pixels, a smaller image, or data.on_error=skip"

@@ -72,8 +72,9 @@ class ImageFiles(ImageFolder):
             channels, own = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
             share = dataset.get("crop_share", share) if own is not None else share
             size = own if transforms else size
-        channels = own if (own := dataset.get("channels")) in KEPT else channels
-        if channels not in (1, 3) and own not in KEPT:
+        kept: Any = dataset.get("channels")
+        channels = kept if kept in KEPT else channels
+        if channels not in (1, 3) and kept not in KEPT:
             problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
             raise UserError("input", problem, "train, val or test, a split of the data")
         try:
@@ -196,7 +197,7 @@ def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -
     if len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
         problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
         raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
-    given = data.dataset.get("channels", config.model.get("in_channels"))
+    given: Any = data.dataset.get("channels", config.model.get("in_channels"))
     channels: Channels = given if given in (1, *KEPT) else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, data.decode))
     files.field = fields[0]

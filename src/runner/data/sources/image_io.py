@@ -185,8 +185,9 @@ def read_image(
     keeps = channels in KEPT
     if keeps and (kept := unreduced(path, content, max_pixels)) is not None:
         planes = _turned(*kept)
-        region = cut(*planes.shape[1:]) if image_size is not None else (0, 0, *planes.shape[1:])
-        return resized(in_range(planes), region, image_size or planes.shape[1:])
+        _, height, width = planes.shape
+        region = cut(height, width) if image_size is not None else (0, 0, height, width)
+        return resized(in_range(planes), region, image_size or (height, width))
     with _opened(path, content, max_pixels) as opened:
         mode = own_mode(opened) if keeps else "RGB" if channels == 3 else "L"
         if opened.format not in _REDUCIBLE:
@@ -326,7 +327,7 @@ def _opened(
         else:
             file: Any = files.enter_context(open_regular(path) if content is None else io.BytesIO(content))
             opened = files.enter_context(Image.open(file, formats=_FORMATS))
-        check_size(path, *opened.size, max_pixels)
+        check_size(path, opened.size, max_pixels)
         yield opened
 
 
