@@ -88,7 +88,7 @@ def _tiff(path: Path | str, file: IO[bytes], max_pixels: int) -> tuple[Tensor, i
     require("data.dataset.channels", "runner[tiff]", "tifffile", otherwise=", or 3 or 1 for RGB or grey by Pillow")
     from tifffile import TiffFile
 
-    with TiffFile(file) as opened:
+    with TiffFile(file, name=str(path)) as opened:  # its own name is a number
         page: Any = opened.pages[0]
         check_size(path, (page.imagewidth, page.imagelength), max_pixels)
         if (kind := str(page.dtype)) not in ("uint8", "uint16") or page.photometric.name not in ("MINISBLACK", "RGB"):
