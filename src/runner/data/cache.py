@@ -1,8 +1,7 @@
 """Decoded and resized images kept on disk, so that each is decoded once instead of once per epoch.
 
-A cache is two arrays and a JSON that names them: the images, uint8 or float32 (N, C, H, W), which are mapped into memory, and
-their targets. The JSON says what they were made from. It is written last and in one step, so that no part of a cache can be
-taken for a whole.
+A cache is two arrays and a JSON that names them: the images, (N, C, H, W), which are mapped into memory, and their targets.
+The JSON says what they were made from. It is written last and in one step, so that no part of a cache can be taken for a whole.
 """
 
 from __future__ import annotations

@@ -116,6 +116,7 @@ class DataModule:
     class_counts: Tensor | None = None  # training samples of each class, int64 (C,)
     channels: int = 0
     image_size: tuple[int, int] = (0, 0)  # height and width
+    kept_channels: int | None = None  # of image files, before transforms, unless they are converted to grey or RGB
     mean: list[float] = field(default_factory=list)  # of each channel, of pixels in [0, 1]
     std: list[float] = field(default_factory=list)
     mixing: Mixing | None = None
@@ -155,6 +156,7 @@ class DataModule:
             return
         reader = SeededDataset(train, self.config.seed, (), self.replacements.get("train"), "train", pairs=False)
         first = reader[0, int(indices[0])][0]
+        self.kept_channels = len(first)
         for dataset, _ in self.parts.values():
             if (files := _files(dataset)) is not None:
                 files.decoding = replace(files.decoding, found=(len(first), first.dtype))

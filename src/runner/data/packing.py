@@ -131,9 +131,7 @@ class Packer:
         config = self.config
         if isinstance(dataset, ImageList | MaskFolder) and dataset.decoding.channels in KEPT:
             if config.max_side is not None:
-                raise UserError(
-                    "max_side", "makes JPEGs, which do not keep the channels of data.dataset.channels", "null"
-                )
+                raise UserError("max_side", "makes JPEGs, which do not keep data.dataset.channels", "null")
             ending = Path(path).suffix.lower()
             whole = read_regular(Path(path), LARGEST_DATA) if content is None else content
             return ending[1:] if ending in EXTENSIONS else "png", whole

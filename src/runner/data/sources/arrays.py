@@ -74,11 +74,8 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             self.images = torch.from_numpy(np.lib.format.open_memmap(path, mode="r"))
-        if (
-            self.images.dtype not in (torch.uint8, torch.float32)
-            or self.images.dim() != 4
-            or len(self.images) != len(targets)
-        ):
+        kinds = torch.uint8, torch.float32
+        if self.images.dtype not in kinds or self.images.dim() != 4 or len(self.images) != len(targets):
             raise ValueError(f"{path.name} has no images for {len(targets):,} targets")
         self.targets, self.unreadable = targets, unreadable
         self._path, self._missing = path, frozenset(unreadable.tolist())
