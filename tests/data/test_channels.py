@@ -253,8 +253,8 @@ def test_models_take_the_channels_of_the_data(workdir: Path, train: Any, words: 
     assert next(value for value in state.values() if value.ndim == 4).shape[1] == 4
 
 
-@pytest.mark.extra(name="tiff")
-def test_masks_and_shards_of_many_channels(workdir: Path, train: Any, accepted: Any) -> None:
+@needs("tiff")
+def test_a_model_of_masks_takes_the_channels_of_the_files(workdir: Path, train: Any) -> None:
     for number in range(8):
         for name in ("images", "masks"):
             Path("photos", name).mkdir(parents=True, exist_ok=True)
@@ -267,3 +267,13 @@ def test_masks_and_shards_of_many_channels(workdir: Path, train: Any, accepted: 
         "model=torchvision_segmentation", "model.name=lraspp_mobilenet_v3_large", "model.in_channels=null",
     )  # fmt: skip
     assert train(*words).last["model"]["backbone.0.0.weight"].shape[1] == 7
+
+
+@needs("tiff")
+def test_shards_keep_the_files(workdir: Path, train: Any, accepted: Any, rejected: Any) -> None:
+    folder("bands16", 8)
+    pack = ("pack", *WORDS[:3], "workers=1")
+    accepted(*pack, "output=packed")
+    contents = train("data=shards", "data.root=packed", *WORDS[2:], "max_steps=1").last
+    assert contents["metrics"]["images"] == [7, 8, 8]
+    assert "max_side" in rejected(*pack, "output=small", "max_side=4").err
