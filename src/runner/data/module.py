@@ -150,11 +150,11 @@ class DataModule:
             self._collate = own or stacked
 
     def fix_channels(self) -> None:
-        """Let the first training sample say which channels and bits all image files must have whose channels are kept."""
-        train, indices = self.parts["train"]
-        if (files := _files(train)) is None or files.decoding.channels not in KEPT:
+        """Let the first sample say which channels and bits all image files must have whose channels are kept."""
+        name, (dataset, indices) = next(iter(self.parts.items()))
+        if (files := _files(dataset)) is None or files.decoding.channels not in KEPT:
             return
-        reader = SeededDataset(train, self.config.seed, (), self.replacements.get("train"), "train", pairs=False)
+        reader = SeededDataset(dataset, self.config.seed, (), self.replacements.get(name), name, pairs=False)
         first = reader[0, int(indices[0])][0]
         self.kept_channels = len(first)
         for dataset, _ in self.parts.values():

@@ -28,8 +28,8 @@ def classifier(
     """Build a torchvision classification model for images (B, in_channels, H, W) that returns logits.
 
     With weights, the last layer is replaced if `num_classes` differs from that of the weights. If `in_channels` is not 3, the
-    first convolution is replaced: with weights, of 1 or 2 channels each gets the sum of the three colour kernels, and more get
-    them in turn, as in timm, divided so that grey images keep their scale.
+    first convolution is replaced: with weights it gets the sum of the three colour kernels, divided by the number of
+    channels, so that grey images have the same features as in colour.
 
     Args:
         name: one of `torchvision.models.list_models(module=torchvision.models)`.
@@ -186,8 +186,7 @@ def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
     fresh, colour = nn.Conv2d(in_channels, stem.out_channels, **same, bias=stem.bias is not None), stem.weight
     with torch.no_grad():
         if pretrained:
-            wide = colour.repeat(1, -(-in_channels // 3), 1, 1)[:, :in_channels] * (3 / in_channels)
-            fresh.weight.copy_(colour.sum(dim=1, keepdim=True) / in_channels if in_channels < 3 else wide)
+            fresh.weight.copy_(colour.sum(dim=1, keepdim=True) / in_channels)
         else:
             deviation = colour.std() * (colour.shape[1] / in_channels) ** 0.5
             fresh.weight.copy_(torch.randn(fresh.weight.shape) * deviation)

@@ -91,14 +91,14 @@ def _tiff(path: Path | str, file: IO[bytes], max_pixels: int) -> tuple[Tensor, i
     with TiffFile(file, name=str(path)) as opened:  # its own name is a number
         page: Any = opened.pages[0]
         check_size(path, (page.imagewidth, page.imagelength), max_pixels)
-        if (kind := str(page.dtype)) not in ("uint8", "uint16") or page.photometric.name not in ("MINISBLACK", "RGB"):
-            raise ValueError(
-                f"its pixels are {page.photometric.name} of {kind}; save it as grey or RGB of 8 or 16 bits"
-            )
+        colours, kind, bits = page.photometric.name, str(page.dtype), page.bitspersample
+        # Numbers of 4 or 12 bits are in wider ones
+        if kind != f"uint{bits}" or bits not in (8, 16) or colours not in ("MINISBLACK", "RGB"):
+            problem = f"its pixels are {colours} of {kind} with {bits} bits"
+            raise ValueError(f"{problem}; save it as grey or RGB of 8 or 16 bits")
         if page.axes not in _ORDERS or page.samplesperpixel > MOST_CHANNELS:
-            raise ValueError(
-                f"its axes are {page.axes} of {page.shape}, and an image has 1 to {MOST_CHANNELS} channels"
-            )
+            problem = f"its axes are {page.axes} of {page.shape}"
+            raise ValueError(f"{problem}, and an image has 1 to {MOST_CHANNELS} channels")
         pixels, turn = page.asarray(maxworkers=1), page.tags.get("Orientation")
     planes = torch.from_numpy(pixels.astype(kind, copy=False).transpose(_ORDERS[page.axes]).copy())
     return planes.view(-1, *planes.shape[-2:]), 1 if turn is None else int(turn.value)
@@ -116,10 +116,7 @@ def check_size(path: Path | str, size: tuple[int, ...], max_pixels: int) -> None
 def check_kind(path: Path | str, image: Tensor, count: Channels, dtype: torch.dtype | None) -> None:
     """Raise `UserError` if an image (C, H, W) has other channels or bits than the others; "auto" and None are any."""
     if count not in ("auto", len(image)) or dtype not in (None, image.dtype):
-        own, others = (
-            f"{many} channels of {8 if kind == torch.uint8 else 16} bits"
-            for many, kind in ((len(image), image.dtype), (count, dtype or image.dtype))
-        )
-        raise UserError(
-            "", f"cannot read the image {path}: it has {own}, and data.dataset.channels or the first image {others}"
-        )
+        kinds = (len(image), image.dtype), (len(image) if count == "auto" else count, dtype or image.dtype)
+        own, others = (f"{many} channels of {8 if kind == torch.uint8 else 16} bits" for many, kind in kinds)
+        problem = f"it has {own}, and the first image, or data.dataset.channels, {others}"
+        raise UserError("", f"cannot read the image {path}: {problem}")

@@ -72,15 +72,14 @@ class ImageFiles(ImageFolder):
             channels, own = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
             share = dataset.get("crop_share", share) if own is not None else share
             size = own if transforms else size
-        kept: Any = dataset.get("channels")
-        channels = kept if kept in KEPT else channels
-        if channels not in (1, 3) and kept not in KEPT:
+        if dataset.get("channels") in KEPT:
+            channels = dataset["channels"]
+        elif channels not in (1, 3):
             problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
             raise UserError("input", problem, "train, val or test, a split of the data")
         try:
-            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels, data.decode)
-            if not transforms:  # which may change the channels
-                decoding = replace(decoding, found=(shape[0], None))
+            found = None if transforms else (shape[0], None)  # transforms may change the channels
+            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels, data.decode, found)
         except ValueError as error:
             raise UserError("data.dataset", str(error)) from error
         super().__init__(paths, torch.zeros(len(paths), dtype=torch.int64), (), decoding)
@@ -200,7 +199,8 @@ def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -
     given: Any = data.dataset.get("channels", config.model.get("in_channels"))
     channels: Channels = given if given in (1, *KEPT) else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, data.decode))
-    files.field = fields[0]
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
+    made.fix_channels()
+    files.field = fields[0]
     made.workers = choose_num_workers(data.num_workers, count).workers
     return made.split("input", False).loader, made.bad_samples

@@ -106,7 +106,7 @@ class Decoding:
     def __post_init__(self) -> None:
         if self.image_size is not None and self.image_size < 1:
             raise ValueError(f"image_size must be at least 1, got {self.image_size}")
-        if self.channels != "auto" and not 1 <= self.channels <= MOST_CHANNELS:
+        if self.channels not in (1, 3, *KEPT):
             raise ValueError(f"channels must be auto or 1 to {MOST_CHANNELS}, got {self.channels}")
         if not 0 < self.crop_share <= 1:
             raise ValueError(f"crop_share must be above 0 and at most 1, got {self.crop_share}")
