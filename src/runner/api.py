@@ -97,7 +97,8 @@ class Preprocess:
         """The same for files, or images in memory."""
         images = [self._files.read(source) for source in sources]
         for source, image in zip(sources, images, strict=True):
-            check_kind(source, image, "auto", images[0].dtype)  # a stack would turn bytes into floats up to 255
+            name = source if isinstance(source, Path) else "in memory"
+            check_kind(name, image, "auto", images[0].dtype)  # a stack would turn bytes into floats up to 255
         return prepared(self._pipeline, torch.stack(images).to(self._device))
 
 

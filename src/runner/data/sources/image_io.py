@@ -27,18 +27,8 @@ from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, open_regular, read_regular
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
-from runner.data.sources.bands import (
-    KEPT,
-    MOST_CHANNELS,
-    SIXTEEN_BIT,
-    Channels,
-    as_mode,
-    check_kind,
-    check_size,
-    in_range,
-    own_mode,
-    unreduced,
-)
+from runner.data.sources import bands
+from runner.data.sources.bands import KEPT, SIXTEEN_BIT, Channels
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -107,7 +97,7 @@ class Decoding:
         if self.image_size is not None and self.image_size < 1:
             raise ValueError(f"image_size must be at least 1, got {self.image_size}")
         if self.channels not in (1, 3, *KEPT):
-            raise ValueError(f"channels must be auto or 1 to {MOST_CHANNELS}, got {self.channels}")
+            raise ValueError(f"channels must be auto or 1 to {bands.MOST_CHANNELS}, got {self.channels}")
         if not 0 < self.crop_share <= 1:
             raise ValueError(f"crop_share must be above 0 and at most 1, got {self.crop_share}")
         if self.decode == "torchcodec" and _torchcodec() is None:
@@ -125,7 +115,7 @@ class Decoding:
         pixels, decode = self.max_pixels, self.decode
         image = read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
         if self.channels in KEPT:
-            check_kind(path, image, *(self.found or (self.channels, None)))
+            bands.check_kind(path, image, *(self.found or (self.channels, None)))
         return image
 
     def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -183,13 +173,15 @@ def read_image(
     it is missing, truncated, no image or too large.
     """
     keeps = channels in KEPT
-    if keeps and (kept := unreduced(path, content, max_pixels)) is not None:
+    if keeps and (kept := bands.unreduced(path, content, max_pixels)) is not None:
         planes = _turned(*kept)
-        _, height, width = planes.shape
-        region = cut(height, width) if image_size is not None else (0, 0, height, width)
-        return resized(in_range(planes), region, image_size or (height, width))
+        rows, columns = planes.shape[1:]
+        if image_size is not None:
+            top, left, rows, columns = cut(rows, columns)
+            planes = planes[:, top : top + rows, left : left + columns]
+        return resized(bands.in_range(planes), (0, 0, rows, columns), image_size or (rows, columns))
     with _opened(path, content, max_pixels) as opened:
-        mode = own_mode(opened) if keeps else "RGB" if channels == 3 else "L"
+        mode = bands.own_mode(opened) if keeps else "RGB" if channels == 3 else "L"
         if opened.format not in _REDUCIBLE:
             opened.load()
         turn, height, width = _upright(opened)
@@ -206,9 +198,9 @@ def read_image(
         top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
         if image.size != (columns, rows):
             image = image.crop((left, top, left + columns, top + rows))
-        image = as_mode(image, mode)
+        image = bands.as_mode(image, mode)
         pixels = torch.from_numpy(np.array(image))
-    planes = in_range(pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0))
+    planes = bands.in_range(pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0))
     return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
 
 
@@ -305,7 +297,7 @@ def smaller_file(
         if kind not in _REDUCIBLE:  # Pillow turns a TIFF when it loads it, and says so only then
             opened.load()
         turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *SIXTEEN_BIT)
-        image = as_mode(opened, "L" if grey else "RGB")
+        image = bands.as_mode(opened, "L" if grey else "RGB")
         image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding
         image = image.transpose(_TURNS[turn]) if turn in _TURNS else image
         image.info.clear()
@@ -327,7 +319,7 @@ def _opened(
         else:
             file: Any = files.enter_context(open_regular(path) if content is None else io.BytesIO(content))
             opened = files.enter_context(Image.open(file, formats=_FORMATS))
-        check_size(path, opened.size, max_pixels)
+        bands.check_size(path, opened.size, max_pixels)
         yield opened
 
 
