@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -15,12 +16,11 @@ import torch
 from extras import needs, optional
 from PIL import Image
 from read_splits import read_words
-from torchvision import models
 
+import runner
 from runner.base.errors import UserError
 from runner.data.sources.digits import digits
 from runner.data.sources.image_io import read_image
-from runner.models.torchvision_zoo import _replace_stem
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 tifffile = optional("tifffile")
@@ -65,7 +65,13 @@ KINDS: dict[str, tuple[int, type, str, Callable[[Path, np.ndarray], None]]] = {
     "bands8": (7, np.uint8, "tif", tiff),
     "bands16": (7, np.uint16, "tif", tiff),
 }
-EVERY = [pytest.param(name, marks=[needs("tiff")] if name.startswith("bands") else []) for name in KINDS]
+EXTENDED = pytest.mark.extended
+EVERY = [
+    pytest.param("rgba", marks=EXTENDED),
+    "grey16",
+    pytest.param("bands8", marks=[needs("tiff"), EXTENDED]),
+    pytest.param("bands16", marks=needs("tiff")),
+]
 
 
 def folder(kind: str, count: int = 16) -> None:
@@ -78,8 +84,8 @@ def folder(kind: str, count: int = 16) -> None:
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_a_run_its_resumption_predictions_of_files_and_an_exported_model(
-    workdir: Path, accepted: Any, stopped: Any, json_of: Any, kind: str
+def test_a_resumed_run_and_predictions_of_files_agree_with_those_of_a_whole_run(
+    workdir: Path, accepted: Any, stopped: Any, kind: str
 ) -> None:
     folder(kind)
     whole = accepted("train", *WORDS, "data.cache=disk")
@@ -97,7 +103,7 @@ def test_a_run_its_resumption_predictions_of_files_and_an_exported_model(
 
 
 @needs("export")
-@pytest.mark.parametrize("kind", ["rgba", "grey16"])
+@pytest.mark.parametrize("kind", [pytest.param("rgba", marks=EXTENDED), "grey16"])
 def test_an_exported_model_gives_what_the_model_gives(workdir: Path, train: Any, json_of: Any, kind: str) -> None:
     folder(kind)
     directory = train(*WORDS, "max_steps=1").directory
@@ -140,6 +146,7 @@ def test_tiffs_interleaved_or_in_planes_are_turned_upright_and_cut(tmp_path: Pat
     ("options", "reason"),
     [
         ({"data": np.zeros((4, 4), np.float32)}, "MINISBLACK of float32"),
+        ({"data": np.zeros((4, 4), bool)}, "of bool with 1 bits"),
         (
             {"data": np.zeros((4, 4, 17), np.uint8), "planarconfig": "contig", "photometric": "minisblack"},
             "1 to 16 channels",
@@ -165,24 +172,41 @@ def test_palettes_and_modes_of_pillow_become_channels_of_8_bits(tmp_path: Path) 
         read_image("in memory", None, "auto", content=Image.fromarray(np.full((4, 4), 1e6, np.float32)))
 
 
-@pytest.mark.parametrize(("channels", "others"), [("auto", "4 channels of 8 bits"), ("5", "5 channels of 8 bits")])
-@pytest.mark.parametrize("kind", ["rgba", "grey16"])
-def test_an_image_of_another_kind_is_an_error_of_its_sample(
-    workdir: Path, rejected: Any, compose: Any, channels: str, others: str, kind: str
+@pytest.mark.parametrize(
+    ("odd", "own"), [(picture(5, 3), "3 channels of 8 bits"), (picture(5, 1, np.uint16), "1 channels of 16 bits")]
+)
+def test_an_image_of_another_kind_than_the_first_is_an_error_of_its_sample(
+    workdir: Path, rejected: Any, compose: Any, odd: np.ndarray, own: str
 ) -> None:
     folder("rgba")
-    odd = Path("photos/train/b/5.png")
-    pillow(odd, picture(5, 3) if kind == "rgba" else picture(5, 1, np.uint16))
-    error = rejected("train", *WORDS, f"data.dataset.channels={channels}").err
-    own = "3 channels of 8 bits" if kind == "rgba" else "1 channels of 16 bits"
-    named = odd.name if channels == "auto" else "0.png"
-    assert all(
-        each in error for each in (named, own if channels == "auto" else "4 channels", others, "data.on_error=skip")
-    )
-    if channels == "auto":
-        splits = read_words(compose, *WORDS, "data.on_error=skip")
-        assert {batch.images.shape[1] for batch in splits.train.loader.batches(0, 0, 3)} == {4}
-        assert [*splits.bad_samples.reasons("train")] == [9]
+    pillow(Path("photos/train/b/5.png"), odd)
+    error = rejected("train", *WORDS).err
+    assert all(each in error for each in ("b/5.png", own, "4 channels of 8 bits", "data.on_error=skip"))
+    splits = read_words(compose, *WORDS, "data.on_error=skip")
+    assert {batch.images.shape[1] for batch in splits.train.loader.batches(0, 0, 3)} == {4}
+    assert [*splits.bad_samples.reasons("train")] == [9]
+
+
+def test_a_number_of_channels_is_that_of_the_files(workdir: Path, rejected: Any, compose: Any) -> None:
+    folder("rgba")
+    error = rejected("train", *WORDS, "data.dataset.channels=5").err
+    assert all(each in error for each in ("0.png", "4 channels", "5 channels", "data.dataset.channels"))
+    assert read_words(compose, *WORDS, "data.dataset.channels=4").channels == 4
+
+
+def test_predictions_need_images_of_one_kind(workdir: Path, train: Any, accepted: Any) -> None:
+    folder("grey16", 8)
+    directory = train(*WORDS, "max_steps=1").directory
+    first, odd = Path("photos/val/a/6.png"), Path("photos/val/b/7.png")
+    pillow(odd, picture(7, 1))
+    loaded = runner.load(directory)
+    (row,) = loaded.predict([first])
+    with pytest.raises(UserError, match=r"b/7.png.* of 8 bits.* of 16 bits"):
+        loaded.predict([first, odd])
+    words = "input=photos/val", "output=said.csv", "data.num_workers=0"
+    assert "b/7.png" in accepted("predict", f"ckpt_path={directory}", *words).out
+    lines = Path("said.csv").read_text().splitlines()
+    assert [line.split(",")[:2] for line in lines[1:]] == [[str(row["path"]), row["prediction"]]]
 
 
 def test_tifffile_is_named_where_it_is_not_installed(
@@ -225,24 +249,13 @@ def test_16_bits_are_more_than_256_values_where_8_bits_were_before(workdir: Path
     assert values == [4096, 256]
 
 
-@needs("timm")
-@pytest.mark.parametrize("channels", [1, 4, 6, 7])
-def test_trained_kernels_are_widened_as_in_timm(channels: int) -> None:
-    from timm.models import adapt_input_conv
-
-    model = models.resnet18()
-    kernels = model.conv1.weight.detach().clone()
-    _replace_stem(model, channels, pretrained=True)
-    torch.testing.assert_close(model.conv1.weight, adapt_input_conv(channels, kernels))
-
-
 @pytest.mark.parametrize(
     "words",
     [
         ["model=torchvision", "model.name=resnet18"],
-        ["model=vit_tiny", "model.patch_size=4"],
-        ["model=resnet18_cifar", "model.width=4"],
-        pytest.param(["model=timm", "model.name=resnet10t"], marks=needs("timm")),
+        pytest.param(["model=vit_tiny", "model.patch_size=4"], marks=EXTENDED),
+        pytest.param(["model=resnet18_cifar", "model.width=4"], marks=EXTENDED),
+        pytest.param(["model=timm", "model.name=resnet10t"], marks=[needs("timm"), EXTENDED]),
     ],
     ids=lambda words: words[0],
 )
@@ -254,7 +267,7 @@ def test_models_take_the_channels_of_the_data(workdir: Path, train: Any, words: 
 
 
 @needs("tiff")
-def test_a_model_of_masks_takes_the_channels_of_the_files(workdir: Path, train: Any) -> None:
+def test_a_model_of_masks_takes_the_channels_of_the_files(workdir: Path, train: Any, accepted: Any) -> None:
     for number in range(8):
         for name in ("images", "masks"):
             Path("photos", name).mkdir(parents=True, exist_ok=True)
@@ -266,7 +279,12 @@ def test_a_model_of_masks_takes_the_channels_of_the_files(workdir: Path, train: 
         "data.normalize.std=[0.5]", "device=cpu", "max_steps=1", "data.split.val=0.25", "transform=none",
         "model=torchvision_segmentation", "model.name=lraspp_mobilenet_v3_large", "model.in_channels=null",
     )  # fmt: skip
-    assert train(*words).last["model"]["backbone.0.0.weight"].shape[1] == 7
+    run = train(*words)
+    assert run.last["model"]["backbone.0.0.weight"].shape[1] == 7
+    tiff(Path("photos/images/7.tif"), picture(7, 7))
+    accepted("predict", f"ckpt_path={run.directory}", "input=photos/images", "output=rows.jsonl", "data.num_workers=0")
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert [row["path"] for row in rows] == [f"photos/images/{number}.tif" for number in range(7)]
 
 
 @needs("tiff")

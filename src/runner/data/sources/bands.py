@@ -23,6 +23,7 @@ KEPT = ("auto", 2, *range(4, MOST_CHANNELS + 1))
 """The `Channels` that images keep."""
 SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _WHITE = 65535  # of 16 bits
+_BITS = {torch.uint8: " of 8 bits", torch.float32: " of 16 bits", None: ""}
 _FIRST_TO = {"LAB": "RGB", "La": "LA"}  # Pillow converts these to nothing else
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _PNG, _GREY = b"\x89PNG\r\n\x1a\n", 0
@@ -116,7 +117,7 @@ def check_size(path: Path | str, size: tuple[int, ...], max_pixels: int) -> None
 def check_kind(path: Path | str, image: Tensor, count: Channels, dtype: torch.dtype | None) -> None:
     """Raise `UserError` if an image (C, H, W) has other channels or bits than the others; "auto" and None are any."""
     if count not in ("auto", len(image)) or dtype not in (None, image.dtype):
-        kinds = (len(image), image.dtype), (len(image) if count == "auto" else count, dtype or image.dtype)
-        own, others = (f"{many} channels of {8 if kind == torch.uint8 else 16} bits" for many, kind in kinds)
-        problem = f"it has {own}, and the first image, or data.dataset.channels, {others}"
+        kinds = (len(image), image.dtype), (len(image) if count == "auto" else count, dtype)
+        own, others = (f"{many} channels{_BITS[kind]}" for many, kind in kinds)
+        problem = f"it has {own}, and the first image, or data.dataset.channels, says {others}"
         raise UserError("", f"cannot read the image {path}: {problem}")
