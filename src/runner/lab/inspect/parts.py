@@ -153,8 +153,8 @@ def gradients(seen: Inspection) -> dict[str, Any]:
 def inputs(seen: Inspection) -> dict[str, Any]:
     """Samples of training as the model is given them, augmented."""
     images, targets = (each[: seen.config.samples] for each in (seen.batch.images, seen.batch.targets))
-    most = "first three" if images.shape[1] > 3 else "first"
-    first = "" if images.shape[1] in (1, 3) else f", {most} of {images.shape[1]} channels"
+    three = " three" if images.shape[1] > 3 else ""
+    first = "" if images.shape[1] in (1, 3) else f", first{three} of {images.shape[1]} channels"
     title = f"{amount(len(images), 'training sample')} as the model sees them, normalisation undone"
     title += f" ({shape_text(images.shape[1:])}{first})"
     captions = [caption_of(target, seen.training.data.classes) for target in targets]
