@@ -18,6 +18,7 @@ PACKAGES = {
     "parquet": ("pyarrow",),
     "ray": ("ray",),
     "remote": ("fsspec", "s3fs", "aiohttp", "moto"),
+    "tiff": ("tifffile",),
     "timm": ("timm",),
     "torchcodec": ("torchcodec",),
     "smp": ("segmentation_models_pytorch",),

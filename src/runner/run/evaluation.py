@@ -225,13 +225,14 @@ class Predictions(nn.Module):
         return rows
 
     def _with_pixels(self, data: Any) -> Any:
-        """The data of a batch with images as RGB, uint8 (B, 3, H, W), without normalisation; of others the first channel."""
+        """The data of a batch with images as RGB, uint8 (B, 3, H, W), without normalisation: the first 3 channels, or the first."""
         normalize, names = self._data.normalize, self._data.images
         mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (normalize.mean or [0.0], normalize.std or [1.0]))
 
         def undone(images: Tensor, *_: Any) -> Tensor:
             pixels = (images.float() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-            return pixels if pixels.shape[-3] == 3 else pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
+            shown = pixels[..., : 3 if pixels.shape[-3] > 2 else 1, :, :]
+            return shown.expand(*pixels.shape[:-3], 3, -1, -1)
 
         return Fields(["0"] if names is None else names, undone)(data, torch.empty(0), 0)  # type: ignore[arg-type]
 

@@ -68,7 +68,8 @@ def build_task_model_loss(
     task = build_task(config, data, fetch_weights)
     statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
     stated = _stated_outputs(task, data)
-    filled = _filled(config.model, _model_facts(stated, data))
+    facts = _model_facts(stated, data) | {"in_channels": data.channels or data.kept_channels}
+    filled = _filled(config.model, facts)
     # Only by the config of a new run, as models of older checkpoints got None, which one that is None by default still gets
     unknown = fetch_weights and not stated and filled.get("num_classes") is None
     asks = unknown and names_argument(filled, "num_classes")

@@ -85,12 +85,12 @@ class Inspection:
     def pixels_of(self, images: Tensor) -> list[Pixels]:
         """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W) or (H, W, 3), from 0 to 1.
 
-        Of images with another number of channels than 1 or 3 the first channel.
+        Of images with more channels the first three, of those with two the first.
         """
         data = self.training.data
         mean, std = (torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1) for values in (data.mean, data.std))
         plain = (images.detach().float().cpu() * std + mean).clamp(0, 1)
-        return list((plain.permute(0, 2, 3, 1) if plain.shape[1] == 3 else plain[:, 0]).contiguous().numpy())
+        return list((plain[:, :3].permute(0, 2, 3, 1) if plain.shape[1] > 2 else plain[:, 0]).contiguous().numpy())
 
 
 def layers(seen: Inspection) -> dict[str, Any]:
@@ -153,7 +153,8 @@ def gradients(seen: Inspection) -> dict[str, Any]:
 def inputs(seen: Inspection) -> dict[str, Any]:
     """Samples of training as the model is given them, augmented."""
     images, targets = (each[: seen.config.samples] for each in (seen.batch.images, seen.batch.targets))
-    first = "" if images.shape[1] in (1, 3) else f", first of {images.shape[1]} channels"
+    three = " three" if images.shape[1] > 3 else ""
+    first = "" if images.shape[1] in (1, 3) else f", first{three} of {images.shape[1]} channels"
     title = f"{amount(len(images), 'training sample')} as the model sees them, normalisation undone"
     title += f" ({shape_text(images.shape[1:])}{first})"
     captions = [caption_of(target, seen.training.data.classes) for target in targets]
