@@ -39,7 +39,7 @@ from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import Compilation, forget_compiled, toggle
 from runner.tracking.console import SkippedSteps
-from runner.tracking.formats import WEIGHTS_STEP, aligned
+from runner.tracking.formats import WEIGHTS_STEP, aligned, metric
 from runner.tracking.loggers import MetricsBuffer
 
 
@@ -228,6 +228,11 @@ def _train(
         directory.note_waiting()
         saving.end(loop)
         directory.note_trained(loop)
+        directory.summary |= hardware_metrics.summary()
+        if "device_busy" in directory.summary:
+            console.line(
+                f"{metric('device_busy', directory.summary['device_busy'])} during training, as its driver reports"
+            )
 
         # Test, with the best weights if there are any
         if data.test is not None and config.evaluate.test and not loop.pruned:
