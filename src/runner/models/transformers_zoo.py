@@ -23,6 +23,7 @@ def pretrained_or_new(
     *,
     num_labels: int,
     families: Sequence[str],
+    backbones: Sequence[str] = (),
     fetch_weights: bool = True,
 ) -> Any:
     """Build a model of transformers in float32; code beside a config or weights is never run.
@@ -35,6 +36,7 @@ def pretrained_or_new(
         options: arguments of the class of the config, which replace those of config.json.
         num_labels: number of classes.
         families: values of `model_type` that are allowed.
+        backbones: families that are built by AutoBackbone instead, with `out_indices` or `out_features` as further options.
         fetch_weights: False builds the same model without trained weights, and uses no network.
 
     Raises:
@@ -54,6 +56,8 @@ def pretrained_or_new(
         raise UserError(f"model.{key}", f"{source} is a model of the family {family}", ", ".join(families))
     kind = transformers.CONFIG_MAPPING[family]
     known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
+    if family in backbones:
+        auto_class, known = "AutoBackbone", known | {"out_indices", "out_features"}
     for option in options:
         if option not in known:
             raise unknown(f"model.options.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
