@@ -1,0 +1,56 @@
+"""Segmentation models of transformers: they learn drawn masks, resume, load stored weights, and are exported."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn_masks import draw
+from extended import some
+
+pytestmark = pytest.mark.extra(name="transformers")
+
+_VIT = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, patch_size: 4"
+_SWIN = "{model_type: swin, embed_dim: 16, depths: [1, 1], num_heads: [2, 2], window_size: 2, patch_size: 2, out_indices: [1, 2]}"
+TINY = {
+    "segformer": "{hidden_sizes: [16, 16, 32, 32], depths: [1, 1, 1, 1], num_attention_heads: [1, 1, 2, 2], decoder_hidden_size: 32}",
+    "upernet": f"{{hidden_size: 32, use_auxiliary_head: false, backbone_config: {_SWIN}}}",
+    "dinov2": f"{{{_VIT}, image_size: 32}}",
+    "dinov2_with_registers": f"{{{_VIT}, image_size: 32, out_indices: [1, 2]}}",
+    "dinov3_vit": f"{{{_VIT}, intermediate_size: 64, out_indices: [1, 2]}}",
+}
+WORDS = (
+    "experiment=segmentation", "data.root=shapes", "data.image_size=32", "data.num_workers=0", "data.batch_size=8",
+    "model=transformers_segmentation", "epochs=2", "evaluate.batch_size=7",
+)  # fmt: skip
+
+
+def tiny(name: str, **options: Any) -> Any:
+    """A tiny model of three classes, in evaluation mode."""
+    import yaml
+
+    from runner.models.transformers_segmentation import segmenter
+
+    return segmenter(name, 3, options={**yaml.safe_load(TINY[name]), **options}).eval()
+
+
+def words_of(name: str) -> tuple[str, ...]:
+    return *WORDS, f"model.name={name}", f"model.options={TINY[name]}"
+
+
+@pytest.fixture(autouse=True)
+def shapes(workdir: Path) -> Path:
+    return draw(workdir / "shapes", train=16, val=4, size=32)
+
+
+@pytest.mark.parametrize("name", some(TINY, 0, 2))
+def test_a_tiny_model_learns_drawn_masks_in_bfloat16(train: Callable[..., Any], shapes: Path, name: str) -> None:
+    shutil.rmtree(shapes / "val")
+    shutil.copytree(shapes / "train", shapes / "val")
+    words = ("amp=true", "channels_last=true", "ema=0.9", "transform.sample_train=${transform.sample_eval}")
+    result = train(*words_of(name), *words, "epochs=60", "evaluate.every_epochs=30", "optimizer.lr=0.005")
+    assert result.summary["last"]["miou"] > 0.8
