@@ -11,6 +11,7 @@ import pytest
 import torch
 from drawn_masks import draw
 from extended import some
+from extras import needs
 
 pytestmark = pytest.mark.extra(name="transformers")
 
@@ -54,3 +55,33 @@ def test_a_tiny_model_learns_drawn_masks_in_bfloat16(train: Callable[..., Any], 
     words = ("amp=true", "channels_last=true", "ema=0.9", "transform.sample_train=${transform.sample_eval}")
     result = train(*words_of(name), *words, "epochs=60", "evaluate.every_epochs=30", "optimizer.lr=0.005")
     assert result.summary["last"]["miou"] > 0.8
+
+
+@pytest.mark.parametrize("name", some(TINY, 0))
+def test_a_resumed_run_has_the_same_bits_and_its_images_are_predicted(
+    train: Callable[..., Any], killed: Callable[..., Path], accepted: Any, printed: Any, workdir: Path, name: str
+) -> None:
+    expected = train(*words_of(name)).summary
+    directory = killed(3, *words_of(name), "checkpoint.every_steps=1")
+    again = train(f"ckpt_path={directory}", "callbacks=none")
+    assert (again.summary["weights_sha256"], again.summary["best"]) == (expected["weights_sha256"], expected["best"])
+    evaluated = printed("eval", f"ckpt_path={again.directory}", "split=val")
+    assert evaluated["metrics"]["miou"] == again.summary["last"]["miou"]
+    accepted("predict", f"ckpt_path={again.directory}", "input=shapes/val/images", "output=found.csv")
+    assert len(list((workdir / "found_images").iterdir())) == 4
+
+
+EXPORTED = {**{name: words_of(name) for name in TINY}, "lraspp": (*WORDS, "model=torchvision_segmentation")}
+
+
+@needs("export")
+@pytest.mark.parametrize("name", some(EXPORTED, 0, 2, 5))
+def test_exported_models_give_the_logits_of_any_number_of_images(
+    train: Callable[..., Any], json_of: Callable[..., Any], workdir: Path, name: str
+) -> None:
+    directory = train(*EXPORTED[name], "epochs=1").directory
+    formats = "format=safetensors,onnx,torch_export,torchscript"
+    record = json_of("export", f"ckpt_path={directory}", formats, "batch_sizes=[1,5]", "threads=1")
+    assert {row["format"] for row in record["comparison"]} == {"safetensors", "onnx", "torch_export", "torchscript"}
+    assert max(row["max_rel"] for row in record["comparison"]) < 1e-5
+    print(record["output"])
