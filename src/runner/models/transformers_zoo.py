@@ -36,7 +36,7 @@ def pretrained_or_new(
         options: arguments of the class of the config, which replace those of config.json.
         num_labels: number of classes.
         families: values of `model_type` that are allowed.
-        backbones: families that are built by AutoBackbone instead, with `out_indices` or `out_features` as further options.
+        backbones: families that are built by AutoBackbone instead, with the further option `out_indices`.
         fetch_weights: False builds the same model without trained weights, and uses no network.
 
     Raises:
@@ -57,7 +57,9 @@ def pretrained_or_new(
     kind = transformers.CONFIG_MAPPING[family]
     known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
     if family in backbones:
-        auto_class, known = "AutoBackbone", known | {"out_indices", "out_features"}
+        auto_class, known = "AutoBackbone", known | {"out_indices"}
+        if "out_indices" in options:
+            stated.pop("out_features", None)  # says the same by names
     for option in options:
         if option not in known:
             raise unknown(f"model.options.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
@@ -80,7 +82,9 @@ def _config_of(source: str, local: bool) -> dict[str, Any]:
 
 
 def _with_weights(auto: Any, source: str, config: Any) -> nn.Module:
-    model, report = auto.from_pretrained(
+    with torch.device("meta"):
+        kind = type(auto.from_config(config))  # AutoBackbone itself asks the hub, even for a folder
+    model, report = kind.from_pretrained(
         source, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         ignore_mismatched_sizes=True, output_loading_info=True,
     )  # fmt: skip
