@@ -61,7 +61,7 @@ def segmenter(
         backbone, width = model, min(_WIDEST, model.channels[-1])
         shape = {"backbone_config": backbone.config, "hidden_size": width, "num_labels": num_classes}
         model = UperNetForSemanticSegmentation(UperNetConfig(**shape, use_auxiliary_head=False))
-        model.backbone = backbone
-    # Parts that have no effect on the logits would wait for gradients
+        model.backbone, backbone.embeddings.mask_token = backbone, None
+    # Like the mask token, it does not change the logits, and several processes would wait for its gradients
     model.auxiliary_head = None
     return Segmenter(model)
