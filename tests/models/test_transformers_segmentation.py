@@ -21,7 +21,7 @@ pytestmark = pytest.mark.extra(name="transformers")
 _VIT = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2, patch_size: 4"
 _SWIN = "{model_type: swin, embed_dim: 16, depths: [1, 1], num_heads: [2, 2], window_size: 2, patch_size: 2, out_indices: [1, 2]}"
 TINY = {
-    "segformer": "{hidden_sizes: [16, 16, 32, 32], depths: [1, 1, 1, 1], num_attention_heads: [1, 1, 2, 2], decoder_hidden_size: 32}",
+    "segformer": "{hidden_sizes: [16, 16, 32, 32], depths: [1, 1, 1, 1], num_attention_heads: [1, 1, 2, 2]}",
     "upernet": f"{{hidden_size: 32, use_auxiliary_head: false, backbone_config: {_SWIN}}}",
     "dinov2": f"{{{_VIT}, image_size: 32}}",
     "dinov2_with_registers": f"{{{_VIT}, image_size: 32, out_indices: [1, 2]}}",
@@ -135,10 +135,15 @@ def test_tensors_of_a_checkpoint_with_other_classes_are_loaded_but_for_the_head(
     [
         (("model.name=sam",), "model.name", "dinov3_vit"),
         (("model.name=segformer", "model.options={depth: [1]}"), "model.options.depth", "depths"),
+        (
+            ("model.name=upernet", "model.options={backbone_config: {model_type: swin, embed: 1}}"),
+            "model.options.backbone_config.embed",
+            "embed_dim",
+        ),
         (("model.name=segformer", "model.options={depths: [a]}"), "model.options", "depths"),
         (("model.name=dinov2", "model.options={out_indices: [77]}"), "model.options", "out_indices"),
         (("model.weights=nowhere",), "model.weights", "config.json"),
-    ],
+    ],  # fmt: skip
 )
 def test_a_wrong_value_is_answered_with_its_key(
     rejected: Callable[..., Any], words: Any, key: str, reason: str, offline: Path

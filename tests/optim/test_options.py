@@ -29,7 +29,11 @@ _OF_EXTRAS = {"timm": "timm", "smp": "smp", "transformers_segmentation": "transf
 _PARAMETERS = [
     pytest.param(
         path,
-        marks=[needs(_OF_EXTRAS[path.stem])] if path.stem in _OF_EXTRAS else [MARK] if path.stem == "torchvision_detection" else [],
+        marks=[needs(_OF_EXTRAS[path.stem])]
+        if path.stem in _OF_EXTRAS
+        else [MARK]
+        if path.stem == "torchvision_detection"
+        else [],
         id=f"{path.parent.name}/{path.stem}",
     )
     for path in FILES

@@ -55,14 +55,11 @@ def pretrained_or_new(
     if family not in families or (name in families and name != family):
         raise UserError(f"model.{key}", f"{source} is a model of the family {family}", ", ".join(families))
     kind = transformers.CONFIG_MAPPING[family]
-    known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
     if family in backbones:
-        auto_class, known = "AutoBackbone", known | {"out_indices"}
+        auto_class = "AutoBackbone"
         if "out_indices" in options:
             stated.pop("out_features", None)  # says the same by names
-    for option in options:
-        if option not in known:
-            raise unknown(f"model.options.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
+    _check_options("model.options", kind, options, ("out_indices",) if family in backbones else ())
     auto, numbers = getattr(transformers, auto_class), {"num_labels": num_labels, "id2label": None, "label2id": None}
     try:
         config = kind(**{**stated, **options, **numbers})
@@ -72,6 +69,20 @@ def pretrained_or_new(
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError("model.options", f"{family} cannot be built: {reason}") from error
     return _loaded("weights", weights, True, lambda source, _: _with_weights(auto, source, config))
+
+
+def _check_options(key: str, kind: Any, options: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Refuse options that a class of config would keep without an effect, also those of a `backbone_config` inside."""
+    import transformers
+
+    known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
+    known |= {*others}
+    for option, value in options.items():
+        if option not in known:
+            raise unknown(f"{key}.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
+        if isinstance(value, Mapping) and (family := value.get("model_type")) in transformers.CONFIG_MAPPING:
+            inner = transformers.CONFIG_MAPPING[family]
+            _check_options(f"{key}.{option}", inner, value, ("model_type", "out_indices", "out_features"))
 
 
 def _config_of(source: str, local: bool) -> dict[str, Any]:
