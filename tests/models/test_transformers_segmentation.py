@@ -143,7 +143,7 @@ def test_tensors_of_a_checkpoint_with_other_classes_are_loaded_but_for_the_head(
         (("model.name=segformer", "model.options={depths: [a]}"), "model.options", "depths"),
         (("model.name=dinov2", "model.options={out_indices: [77]}"), "model.options", "out_indices"),
         (("model.weights=nowhere",), "model.weights", "config.json"),
-    ],  # fmt: skip
+    ],
 )
 def test_a_wrong_value_is_answered_with_its_key(
     rejected: Callable[..., Any], words: Any, key: str, reason: str, offline: Path
