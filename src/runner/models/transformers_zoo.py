@@ -23,6 +23,7 @@ def pretrained_or_new(
     *,
     num_labels: int,
     families: Sequence[str],
+    backbones: Sequence[str] = (),
     fetch_weights: bool = True,
 ) -> Any:
     """Build a model of transformers in float32; code beside a config or weights is never run.
@@ -35,6 +36,7 @@ def pretrained_or_new(
         options: arguments of the class of the config, which replace those of config.json.
         num_labels: number of classes.
         families: values of `model_type` that are allowed.
+        backbones: families that are built by AutoBackbone instead, with the further option `out_indices`.
         fetch_weights: False builds the same model without trained weights, and uses no network.
 
     Raises:
@@ -53,10 +55,11 @@ def pretrained_or_new(
     if family not in families or (name in families and name != family):
         raise UserError(f"model.{key}", f"{source} is a model of the family {family}", ", ".join(families))
     kind = transformers.CONFIG_MAPPING[family]
-    known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
-    for option in options:
-        if option not in known:
-            raise unknown(f"model.options.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
+    if family in backbones:
+        auto_class = "AutoBackbone"
+        if "out_indices" in options:
+            stated.pop("out_features", None)  # says the same by names
+    _check_options("model.options", kind, options, ("out_indices",) if family in backbones else ())
     auto, numbers = getattr(transformers, auto_class), {"num_labels": num_labels, "id2label": None, "label2id": None}
     try:
         config = kind(**{**stated, **options, **numbers})
@@ -68,6 +71,20 @@ def pretrained_or_new(
     return _loaded("weights", weights, True, lambda source, _: _with_weights(auto, source, config))
 
 
+def _check_options(key: str, kind: Any, options: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Refuse options that a class of config would keep without an effect, also those of a `backbone_config` inside."""
+    import transformers
+
+    known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
+    known |= {*others}
+    for option, value in options.items():
+        if option not in known:
+            raise unknown(f"{key}.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
+        if isinstance(value, Mapping) and (family := value.get("model_type")) in transformers.CONFIG_MAPPING:
+            inner = transformers.CONFIG_MAPPING[family]
+            _check_options(f"{key}.{option}", inner, value, ("model_type", "out_indices", "out_features"))
+
+
 def _config_of(source: str, local: bool) -> dict[str, Any]:
     import transformers
 
@@ -76,7 +93,9 @@ def _config_of(source: str, local: bool) -> dict[str, Any]:
 
 
 def _with_weights(auto: Any, source: str, config: Any) -> nn.Module:
-    model, report = auto.from_pretrained(
+    with torch.device("meta"):
+        kind = type(auto.from_config(config))  # AutoBackbone itself asks the hub, even for a folder
+    model, report = kind.from_pretrained(
         source, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
         ignore_mismatched_sizes=True, output_loading_info=True,
     )  # fmt: skip
