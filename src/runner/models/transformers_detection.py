@@ -14,11 +14,15 @@ from torchvision.transforms.v2 import functional as transforms
 from runner.models.checks import at_least_1
 from runner.models.transformers_zoo import pretrained_or_new
 
-# Families with weights under Apache-2.0, and the class that normalises images and reads the outputs
-_FAMILIES = {
-    "rt_detr": "RTDetrImageProcessor",
-    "rt_detr_v2": "RTDetrImageProcessor",
-    "d_fine": "RTDetrImageProcessor",
+_FAMILIES = {  # with weights under Apache-2.0
+    "rt_detr": "RTDetrForObjectDetection",
+    "rt_detr_v2": "RTDetrV2ForObjectDetection",
+    "d_fine": "DFineForObjectDetection",
+    "detr": "DetrForObjectDetection",
+    "conditional_detr": "ConditionalDetrForObjectDetection",
+    "deformable_detr": "DeformableDetrForObjectDetection",
+}
+_PROCESSORS = {  # which normalise images and read the outputs; others have that of RT-DETR
     "detr": "DetrImageProcessor",
     "conditional_detr": "ConditionalDetrImageProcessor",
     "deformable_detr": "DeformableDetrImageProcessor",
@@ -51,10 +55,7 @@ def detector(
         ValueError: if a number is out of range.
     """
     at_least_1(size=1 if size is None else size)
-    model = pretrained_or_new(
-        "AutoModelForObjectDetection", name, weights, options, num_labels=num_classes - 1, families=[*_FAMILIES],
-        fetch_weights=fetch_weights,
-    )  # fmt: skip
+    model = pretrained_or_new(_FAMILIES, name, weights, options, num_classes - 1, fetch_weights)
     return Detector(model, size)
 
 
@@ -72,7 +73,7 @@ class Detector(nn.Module):
 
         super().__init__()
         self.net, self.size = net, size
-        self._processor = getattr(transformers, _FAMILIES[net.config.model_type])()
+        self._processor = getattr(transformers, _PROCESSORS.get(net.config.model_type, "RTDetrImageProcessor"))()
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Losses in training, objects in evaluation; see the class."""

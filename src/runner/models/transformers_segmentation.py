@@ -9,8 +9,12 @@ from torch import Tensor, nn
 
 from runner.models.transformers_zoo import pretrained_or_new
 
-_SEGMENTERS = ("segformer", "upernet")
-_BACKBONES = ("dinov2", "dinov2_with_registers", "dinov3_vit")  # whose patches get a head of UperNet
+_SEGMENTERS = {"segformer": "SegformerForSemanticSegmentation", "upernet": "UperNetForSemanticSegmentation"}
+_BACKBONES = {  # whose patches get a head of UperNet
+    "dinov2": "Dinov2Backbone",
+    "dinov2_with_registers": "Dinov2WithRegistersBackbone",
+    "dinov3_vit": "DINOv3ViTBackbone",
+}
 _WIDEST = 256  # channels of that head
 
 
@@ -51,10 +55,7 @@ def segmenter(
     Raises:
         UserError: transformers is not installed, a name, weights or options are wrong, or cannot be loaded.
     """
-    model = pretrained_or_new(
-        "AutoModelForSemanticSegmentation", name, weights, options, num_labels=num_classes,
-        families=(*_SEGMENTERS, *_BACKBONES), backbones=_BACKBONES, fetch_weights=fetch_weights,
-    )  # fmt: skip
+    model = pretrained_or_new(_SEGMENTERS | _BACKBONES, name, weights, options, num_classes, fetch_weights)
     if model.config.model_type in _BACKBONES:
         from transformers import UperNetConfig, UperNetForSemanticSegmentation
 
