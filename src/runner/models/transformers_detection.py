@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torchvision.ops import box_convert
-from torchvision.transforms.v2 import functional as transforms
 
+from runner.base.errors import UserError
 from runner.models.checks import at_least_1
 from runner.models.transformers_zoo import pretrained_or_new
 
@@ -27,6 +26,7 @@ _PROCESSORS = {  # which normalise images and read the outputs; others have that
     "conditional_detr": "ConditionalDetrImageProcessor",
     "deformable_detr": "DeformableDetrImageProcessor",
 }
+_FLOAT32 = ("d_fine", "detr")  # whose losses mix float32 and float64
 _STRIDE = 32  # the largest of a backbone: sides of padded images are multiples of it
 
 
@@ -84,12 +84,13 @@ class Detector(nn.Module):
             return self._losses(images, targets or [])
 
     def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        given, scales = self._batch(images)
+        config, (given, scales) = self.net.config, self._batch(images)
+        if images[0].dtype == torch.float64 and config.model_type in _FLOAT32:
+            raise UserError("dtype", f"the losses of {config.model_type} in transformers need float32", "float32")
         labels = [
             {"class_labels": each["labels"] - 1, "boxes": box_convert(each["boxes"], "xyxy", "cxcywh") / scale}
             for each, scale in zip(targets, scales, strict=True)
         ]
-        losses = dict[str, Tensor]()
         try:
             found = self.net(**given, labels=labels).loss_dict
         except ValueError as error:
@@ -97,14 +98,15 @@ class Detector(nn.Module):
                 raise
             # transformers refuses boxes that are not numbers; the loss is not either, so that training says it diverged
             found = {"loss_bbox": torch.stack([weight.sum() for weight in self.net.parameters()]).sum() * torch.nan}
-        for term, value in found.items():
-            kind, _, rest = term.partition("_")
-            name = f"{kind}_{rest.partition('_')[0]}"  # also of a layer of the decoder: loss_bbox_0, loss_bbox_dn_0
-            if kind == "loss":  # others are for logging
-                losses[name] = losses.get(name, 0) + value * getattr(self.net.config, f"{name[5:]}_loss_coefficient", 1)
         # Without a box nothing is denoised, and ranks expect a gradient of each weight
         unused = sum(0 * weight.sum() for label, weight in self.net.named_parameters() if "denoising" in label)
-        return {name: value + unused for name, value in losses.items()}
+        losses = dict[str, Tensor]()
+        for term, value in found.items():
+            kind, name, *_ = term.split("_")  # of the last layer of the decoder or another: loss_bbox, loss_bbox_dn_0
+            if kind == "loss":  # others are for logging
+                weighted = value * getattr(config, f"{name}_loss_coefficient", 1)
+                losses[f"loss_{name}"] = losses.get(f"loss_{name}", unused) + weighted
+        return losses
 
     def _found(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         given, scales = self._batch(images)
@@ -112,21 +114,15 @@ class Detector(nn.Module):
         found = self._processor.post_process_object_detection(self.net(**given), -1.0, sizes)
         return [{**each, "labels": each["labels"] + 1} for each in found]
 
-    def _batch(self, images: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def _batch(self, images: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Arguments of the model, and for each image (4,): what its boxes are fractions of, in its own pixels."""
         edges = [image.shape[-2:] for image in images]
-        if self.size is not None:
-            images = [transforms.resize(image, [self.size, self.size], antialias=True) for image in images]
-        if self._processor.do_normalize:
-            mean, std = self._processor.image_mean, self._processor.image_std
-            images = [transforms.normalize(image, mean, std) for image in images]
-        given: dict[str, Tensor] = {}
-        if self.size is None:
-            height, width = (-(-max(sides) // _STRIDE) * _STRIDE for sides in zip(*edges, strict=True))
-            padding = [(0, width - w, 0, height - h) for h, w in edges]
-            masks = [images[0].new_ones(each, dtype=torch.int64) for each in edges]
-            given["pixel_mask"] = torch.stack([pad(mask, by) for mask, by in zip(masks, padding, strict=True)])
-            images = [pad(image, by) for image, by in zip(images, padding, strict=True)]
-            edges = [torch.Size((height, width))] * len(edges)
-        given["pixel_values"] = torch.stack([*images])
-        return given, [images[0].new_tensor([w, h, w, h]) for h, w in edges]
+        height, width = (-(-max(each) // _STRIDE) * _STRIDE for each in zip(*edges, strict=True))
+        padded, edge = self.size is None, self.size or 1
+        given = self._processor(
+            [*images], return_tensors="pt", input_data_format="channels_first", do_rescale=False, do_resize=not padded,
+            size={"height": edge, "width": edge}, do_pad=padded, pad_size={"height": height, "width": width},
+        )  # fmt: skip
+        given["pixel_values"] = given["pixel_values"].to(images[0])  # float32, also of float64
+        sides = [(height, width)] * len(edges) if padded else edges
+        return given, [images[0].new_tensor([w, h, w, h]) for h, w in sides]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1, cache_alone, unknown
+
+_log = logging.getLogger(__name__)
 
 
 def pretrained_or_new(
@@ -56,8 +59,9 @@ def pretrained_or_new(
     _check_options("model.options", kind.config_class, options)
     if "out_indices" in options:
         stated.pop("out_features", None)  # says the same by names
+    stated |= {**options, "num_labels": num_labels, "id2label": None, "label2id": None}
     try:
-        config = kind.config_class(**{**stated, **options, "num_labels": num_labels, "id2label": None, "label2id": None})
+        config = kind.config_class(**stated)
         if weights is None or not fetch_weights:
             return kind(config).float()
     except Exception as error:  # each kind of option has its own
@@ -70,9 +74,11 @@ def pretrained_or_new(
             output_loading_info=True,
         )  # fmt: skip
         # Only tensors with an entry for each class may have another size
-        wrong = [name for name, *shapes in report["mismatched_keys"] if shapes[0][1:] != shapes[1][1:]]
+        wrong = [label for label, *shapes in report["mismatched_keys"] if shapes[0][1:] != shapes[1][1:]]
         if wrong or len(report["missing_keys"]) == len(model.state_dict()):
             raise ValueError(f"the weights do not fit these options: {', '.join(wrong[:3]) or 'no tensor is there'}")
+        if new := sorted([*report["missing_keys"], *(label for label, *_ in report["mismatched_keys"])]):
+            _log.warning("%s: %d tensors start from random values: %s", weights, len(new), ", ".join(new[:3]))
         return model
 
     return _loaded("weights", weights, True, with_weights)
