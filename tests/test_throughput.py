@@ -92,7 +92,11 @@ def test_log_lines_and_summary_say_how_busy_a_gpu_is(train: Any, monkeypatch: py
     assert result.summary["device_busy"] == 0.9
     assert "device_busy" not in without.summary
     assert "device busy 90% during training" in result.out
-    assert [metric(*each) for each in use.items()] == ["device busy 90%", "device memory 3,072 MiB", "device power 312 W"]
+    assert [metric(*each) for each in use.items()] == [
+        "device busy 90%",
+        "device memory 3,072 MiB",
+        "device power 312 W",
+    ]
     assert result.summary["weights_sha256"] == without.summary["weights_sha256"]
 
 
