@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1, cache_alone, unknown
 
+_SOURCES = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub"
 _log = logging.getLogger(__name__)
 
 
@@ -50,8 +51,9 @@ def pretrained_or_new(
     key, source = ("weights", weights) if name in families else ("name", name)
     stated: dict[str, Any] = {"model_type": name}
     if source is not None:
-        read = transformers.PreTrainedConfig.get_config_dict
-        stated = _loaded(key, source, fetch_weights, lambda local: read(source, local_files_only=local)[0])
+        remote = fetch_weights and not Path(source).is_dir()
+        with _explained(f"model.{key}", f"{source} could not be loaded", _SOURCES, remote):
+            stated = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=not remote)[0]
     family = str(stated.get("model_type"))
     if family not in families or (name in families and name != family):
         raise UserError(f"model.{key}", f"{source} is a model of the family {family}", ", ".join(families))
@@ -59,16 +61,11 @@ def pretrained_or_new(
     _check_options("model.options", kind.config_class, options)
     if "out_indices" in options:
         stated.pop("out_features", None)  # says the same by names
-    stated |= {**options, "num_labels": num_labels, "id2label": None, "label2id": None}
-    try:
-        config = kind.config_class(**stated)
+    with _explained("model.options", f"{family} cannot be built"):
+        config = kind.config_class(**stated | {**options, "num_labels": num_labels, "id2label": None, "label2id": None})
         if weights is None or not fetch_weights:
             return kind(config).float()
-    except Exception as error:  # each kind of option has its own
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError("model.options", f"{family} cannot be built: {reason}") from error
-
-    def with_weights(_: bool) -> Any:
+    with _explained("model.weights", f"{weights} could not be loaded", _SOURCES, not Path(weights).is_dir()):
         model, report = kind.from_pretrained(
             weights, config=config, dtype=torch.float32, use_safetensors=True, ignore_mismatched_sizes=True,
             output_loading_info=True,
@@ -77,11 +74,9 @@ def pretrained_or_new(
         wrong = [label for label, *shapes in report["mismatched_keys"] if shapes[0][1:] != shapes[1][1:]]
         if wrong or len(report["missing_keys"]) == len(model.state_dict()):
             raise ValueError(f"the weights do not fit these options: {', '.join(wrong[:3]) or 'no tensor is there'}")
-        if new := sorted([*report["missing_keys"], *(label for label, *_ in report["mismatched_keys"])]):
-            _log.warning("%s: %d tensors start from random values: %s", weights, len(new), ", ".join(new[:3]))
-        return model
-
-    return _loaded("weights", weights, True, with_weights)
+    if new := sorted([*report["missing_keys"], *(label for label, *_ in report["mismatched_keys"])]):
+        _log.warning("%s: %d tensors start from random values: %s", weights, len(new), ", ".join(new[:3]))
+    return model
 
 
 def _check_options(key: str, kind: Any, options: Mapping[str, Any]) -> None:
@@ -98,13 +93,13 @@ def _check_options(key: str, kind: Any, options: Mapping[str, Any]) -> None:
             _check_options(f"{key}.{option}", transformers.CONFIG_MAPPING[family], inner)
 
 
-def _loaded(key: str, source: str, fetch: bool, load: Callable[[bool], Any]) -> Any:
-    """What `load(offline)` gives; errors name the key, and that the hub does not answer."""
-    offline, remote = "", fetch and not Path(source).is_dir()
+@contextlib.contextmanager
+def _explained(key: str, problem: str, allowed: str = "", remote: bool = False) -> Iterator[None]:
+    """Errors of any kind name the key, and if it is so, that the hub does not answer."""
+    offline = ""
     try:
         with cache_alone() if remote else contextlib.nullcontext("") as offline:
-            return load(not remote)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = offline or " ".join(str(error).split())[:300]
-        allowed = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub"
-        raise UserError(f"model.{key}", f"{source} could not be loaded: {reason}", allowed) from error
+            yield
+    except Exception as error:  # of validation, files, safetensors, torch
+        reason = offline or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(key, f"{problem}: {reason}", allowed) from error
