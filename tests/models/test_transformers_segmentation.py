@@ -47,7 +47,7 @@ def shapes(workdir: Path) -> Path:
     return draw(workdir / "shapes", train=16, val=4, size=32)
 
 
-@pytest.mark.parametrize("name", some(TINY, 0, 2))
+@pytest.mark.parametrize("name", some(TINY, 2))
 def test_a_tiny_model_learns_drawn_masks_in_bfloat16(train: Callable[..., Any], shapes: Path, name: str) -> None:
     shutil.rmtree(shapes / "val")
     shutil.copytree(shapes / "train", shapes / "val")
@@ -74,7 +74,7 @@ EXPORTED = {**{name: words_of(name) for name in TINY}, "lraspp": (*WORDS, "model
 
 
 @needs("export")
-@pytest.mark.parametrize("name", some(EXPORTED, 0, 2, 5))
+@pytest.mark.parametrize("name", some(EXPORTED))
 def test_exported_models_give_the_logits_of_any_number_of_images(
     train: Callable[..., Any], json_of: Callable[..., Any], workdir: Path, name: str
 ) -> None:
@@ -113,6 +113,7 @@ def test_weights_of_a_backbone_get_a_new_head(workdir: Path, name: str) -> None:
         assert stored.state_dict().keys() - tensors == {"embeddings.mask_token"}  # without an effect, or gradients
 
 
+@pytest.mark.extended
 def test_tensors_of_a_checkpoint_with_other_classes_are_loaded_but_for_the_head(
     train: Callable[..., Any], rejected: Callable[..., Any], shapes: Path
 ) -> None:
@@ -160,6 +161,6 @@ def test_without_transformers_the_error_says_what_to_install(
     assert "pip install 'runner[transformers]'" in rejected("train", *WORDS).err
 
 
-@pytest.mark.parametrize("name", some(["segformer", "dinov2", "dinov2_with_registers", "dinov3_vit"], 1))
+@pytest.mark.parametrize("name", some(["segformer", "dinov2", "dinov2_with_registers", "dinov3_vit"]))
 def test_two_processes_wait_for_no_gradient(train: Callable[..., Any], name: str) -> None:
     assert train(*words_of(name), "devices=2").summary["status"] == "finished"

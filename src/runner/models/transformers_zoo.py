@@ -53,7 +53,7 @@ def pretrained_or_new(
     if source is not None:
         remote = fetch_weights and not Path(source).is_dir()
         with _explained(f"model.{key}", f"{source} could not be loaded", _SOURCES, remote):
-            stated = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=not remote)[0]
+            stated = dict(transformers.PreTrainedConfig.get_config_dict(source, local_files_only=not remote)[0])
     family = str(stated.get("model_type"))
     if family not in families or (name in families and name != family):
         raise UserError(f"model.{key}", f"{source} is a model of the family {family}", ", ".join(families))
