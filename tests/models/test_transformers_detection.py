@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,7 @@ def test_weights_of_a_folder_are_used_where_they_fit(
         assert all(value.equal(known[key]) for key, value in same.state_dict().items())
     assert caplog.text == ""
     other = detector("rt_detr_v2", 7, folder, options={"num_denoising": 4}).state_dict()
-    assert "7 tensors start from random values: model.decoder.class_embed.0.bias" in caplog.text
+    assert re.search(r"model: 7 tensors start from random values: model\.\w*class_embed", caplog.text)
     assert capfd.readouterr().err == ""  # neither a bar nor a report of transformers
     different = {key for key, value in other.items() if value.shape != known[key].shape}
     assert {key.split(".")[-2] for key in different} <= {"0", "1", "enc_score_head", "denoising_class_embed"}

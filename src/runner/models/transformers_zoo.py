@@ -74,7 +74,8 @@ def pretrained_or_new(
         wrong = [label for label, *shapes in report["mismatched_keys"] if shapes[0][1:] != shapes[1][1:]]
         if wrong or len(report["missing_keys"]) == len(model.state_dict()):
             raise ValueError(f"the weights do not fit these options: {', '.join(wrong[:3]) or 'no tensor is there'}")
-    if new := sorted([*report["missing_keys"], *(label for label, *_ in report["mismatched_keys"])]):
+    without = {*report["missing_keys"], *(label for label, *_ in report["mismatched_keys"])}
+    if new := [label for label, _ in model.named_parameters() if label in without]:
         _log.warning("%s: %d tensors start from random values: %s", weights, len(new), ", ".join(new[:3]))
     return model
 
