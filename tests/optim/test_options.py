@@ -34,11 +34,8 @@ _OF_EXTRAS = {
 _PARAMETERS = [
     pytest.param(
         path,
-        marks=[needs(_OF_EXTRAS[path.stem])]
-        if path.stem in _OF_EXTRAS
-        else [MARK]
-        if path.stem == "torchvision_detection"
-        else [],
+        marks=([needs(_OF_EXTRAS[path.stem])] if path.stem in _OF_EXTRAS else [])
+        + ([MARK] if path.stem.endswith("_detection") else []),
         id=f"{path.parent.name}/{path.stem}",
     )
     for path in FILES

@@ -55,7 +55,9 @@ def detector(
         ValueError: if a number is out of range.
     """
     at_least_1(size=1 if size is None else size)
-    model = pretrained_or_new(_FAMILIES, name, weights, options, num_classes - 1, fetch_weights)
+    model = pretrained_or_new(
+        _FAMILIES, name, weights, options, num_labels=num_classes - 1, fetch_weights=fetch_weights
+    )
     return Detector(model, size)
 
 

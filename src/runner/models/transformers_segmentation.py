@@ -55,7 +55,9 @@ def segmenter(
     Raises:
         UserError: transformers is not installed, a name, weights or options are wrong, or cannot be loaded.
     """
-    model = pretrained_or_new(_SEGMENTERS | _BACKBONES, name, weights, options, num_classes, fetch_weights)
+    model = pretrained_or_new(
+        _SEGMENTERS | _BACKBONES, name, weights, options, num_labels=num_classes, fetch_weights=fetch_weights
+    )
     if model.config.model_type in _BACKBONES:
         from transformers import UperNetConfig, UperNetForSemanticSegmentation
 

@@ -23,6 +23,7 @@ def pretrained_or_new(
     name: str,
     weights: str | None,
     options: Mapping[str, Any],
+    *,
     num_labels: int,
     fetch_weights: bool = True,
 ) -> Any:
