@@ -42,6 +42,16 @@ _DEEPLAB |= {"scheduler.name": "PolynomialLR", "power": 0.9, "scheduler.interval
 _DEEPLAB |= {"scales": [0.5, 2.0], "task.aux_weight": 0.4, "sync_batchnorm": True, "data.hflip": 0.5}
 _VOC = _SGD | {"optimizer.lr": 0.01, "optimizer.weight_decay": 1e-4, "data.batch_size": 8 * 2, "epochs": 4 * 3}
 _VOC |= {"scheduler.every": 3 * 3, "scheduler.gamma": 0.1, "min_size": 600, "max_size": 1000, "hflip": 0.5}
+_RTDETR = {"optimizer._target_": "torch.optim.AdamW", "optimizer.lr": 1e-4, "optimizer.weight_decay": 1e-4}
+_RTDETR |= {
+    "data.batch_size": 16,
+    "epochs": 120,
+    "of_newest": 1 - 0.9999,
+    "grad_clip": {"norm": 0.1, "value": None, "agc": None},
+}
+_RTDETR |= {"optimizer.betas": [0.9, 0.999], "scheduler._target_": "runner.optim.schedules.Constant", "model.size": 640}
+_RTDETR |= {"scheduler.warmup": 2000, "decoder_layers": 3, "hidden_expansion": 0.5, "amp": "auto"}
+_RTDETR |= {"encoder_in_channels": [128, 256, 512], "freeze_backbone_batch_norms": False}
 _SMP = {
     "optimizer._target_": "torch.optim.Adam",
     "optimizer.lr": 2e-4,
@@ -76,6 +86,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "pets_fpn": ("segmentation_models.pytorch, examples/binary_segmentation_intro.ipynb", _PETS),
     "camvid_fpn": ("segmentation_models.pytorch, examples/camvid_segmentation_multiclass.ipynb", _CAMVID),
     "voc_faster_rcnn": ("MMDetection, faster-rcnn_r50_fpn_1x_voc0712", _VOC),
+    "detection_rtdetr": ("RT-DETR, rtdetrv2_r18vd_120e_coco.yml and include/optimizer.yml", _RTDETR),
 }
 """Source and hyper-parameters of each experiment."""
 

@@ -91,7 +91,7 @@ def build_run(
     initial = set_initial_weights(config, model, data, image) if draws_weights else InitialWeights()
     trial.try_adapters(config, tried, model, loss, data)
     freezing = freeze(config, model, image)
-    trial.try_single_sample(config, tried, model, loss, data, freezing, length.plan)
+    trial.try_single_sample(config, tried, model, loss, data, freezing=freezing, epoch=length.plan)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds

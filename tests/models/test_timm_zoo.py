@@ -59,7 +59,7 @@ def test_an_unknown_name_gets_the_nearest_ones(name: str, reason: str) -> None:
 
 def test_weights_that_cannot_be_loaded_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timm.models._builder.load_pretrained", Mock(side_effect=OSError("the network is off")))
-    monkeypatch.setattr("runner.models.timm_zoo.reachable", lambda url: True)
+    monkeypatch.setattr("runner.models.checks.reachable", lambda url: True)
     with pytest.raises(
         UserError, match=r"the network is off\n.*https://huggingface.co/timm/test_resnet.*init_from=FILE"
     ) as caught:
@@ -71,7 +71,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     from huggingface_hub import constants
 
     asked = list[str]()
-    monkeypatch.setattr("runner.models.timm_zoo.reachable", lambda url: bool(asked.append(url)))
+    monkeypatch.setattr("runner.models.checks.reachable", lambda url: bool(asked.append(url)))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"huggingface.co does not answer.*does not have them\n.*init_from=FILE"):
         classifier(NAME, 2, pretrained=True)

@@ -22,6 +22,7 @@ PACKAGES = {
     "timm": ("timm",),
     "torchcodec": ("torchcodec",),
     "smp": ("segmentation_models_pytorch",),
+    "transformers": ("transformers",),
     "wandb": ("wandb",),
 }
 """The packages that the tests of an extra import."""

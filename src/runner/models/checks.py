@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -41,3 +42,18 @@ def reachable(url: str) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextlib.contextmanager
+def cache_alone() -> Iterator[str]:
+    """Read what is in the cache without trying for a minute to reach a hub that does not answer; gives why, or nothing."""
+    from huggingface_hub import constants
+
+    before, why = constants.HF_HUB_OFFLINE, ""
+    if not before and not reachable(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+        why = f"{constants.ENDPOINT} does not answer, and {constants.HF_HUB_CACHE} does not have them"
+    try:
+        yield why
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import nn
 
 from runner.base.errors import UserError, require
-from runner.models.checks import at_least_1, reachable, unknown
+from runner.models.checks import at_least_1, cache_alone, unknown
 
 # What `classifier` sets itself, and what would load files, or return lists instead of logits.
 _RESERVED = frozenset(
@@ -55,7 +55,7 @@ def classifier(
 
     offline = ""
     try:
-        with _cache_alone() if pretrained and described.hf_hub_id else contextlib.nullcontext("") as offline:
+        with cache_alone() if pretrained and described.hf_hub_id else contextlib.nullcontext("") as offline:
             model: nn.Module = timm.create_model(
                 name, pretrained=pretrained, num_classes=num_classes, in_chans=in_channels, **given
             )
@@ -72,21 +72,6 @@ def classifier(
         problem = f"the weights of {name} could not be loaded: {offline or reason}"
         raise UserError("model.pretrained", problem, allowed) from error
     return model
-
-
-@contextlib.contextmanager
-def _cache_alone() -> Iterator[str]:
-    """Read what is in the cache without trying for a minute to reach a hub that does not answer; gives why, or nothing."""
-    from huggingface_hub import constants
-
-    before, why = constants.HF_HUB_OFFLINE, ""
-    if not before and not reachable(constants.ENDPOINT):
-        constants.HF_HUB_OFFLINE = True
-        why = f"{constants.ENDPOINT} does not answer, and {constants.HF_HUB_CACHE} does not have them"
-    try:
-        yield why
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def preferred_data(

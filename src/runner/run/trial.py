@@ -192,7 +192,14 @@ def forward_copies(steps: Any, model: nn.Module, data: DataModule, samples: int)
 
 
 def try_single_sample(
-    config: Train, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, freezing: Freezing, epoch: EpochPlan
+    config: Train,
+    steps: Any,
+    model: nn.Module,
+    loss: nn.Module,
+    data: DataModule,
+    *,
+    freezing: Freezing,
+    epoch: EpochPlan,
 ) -> None:
     """Train on one sample, if the ranks that share a batch may get no more: BatchNorm has no variance to compute."""
     ranks = 1 if config.sync_batchnorm else world().size

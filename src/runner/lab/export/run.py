@@ -105,11 +105,11 @@ def run(composition: Composition) -> float:
 
                 formats[_INT8] = ("model.int8.onnx", quantize)
             files, compared, metrics = _write(
-                formats, exported, plain, batches, folder, report, named=named, measure=accuracy.metrics
+                formats, exported, plain, batches, folder, report=report, named=named, measure=accuracy.metrics
             )
     else:
         files, compared, metrics = _write(
-            formats, exported, plain, batches, folder, report, named=named, measure=lambda model: {}
+            formats, exported, plain, batches, folder, report=report, named=named, measure=lambda model: {}
         )
     record = _description(resolved, task, image, inputs, outputs)
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
@@ -146,8 +146,8 @@ def _write(
     plain: nn.Module,
     batches: list[Inputs],
     folder: Path,
-    report: Report,
     *,
+    report: Report,
     named: bool,
     measure: Callable[[nn.Module], dict[str, float]],
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:

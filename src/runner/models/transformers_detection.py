@@ -1,0 +1,130 @@
+"""Detectors of transformers (RT-DETR, D-FINE, DETR and others) by name, called as those of torchvision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchvision.ops import box_convert
+
+from runner.base.errors import UserError
+from runner.models.checks import at_least_1
+from runner.models.transformers_zoo import pretrained_or_new
+
+_FAMILIES = {  # with weights under Apache-2.0
+    "rt_detr": "RTDetrForObjectDetection",
+    "rt_detr_v2": "RTDetrV2ForObjectDetection",
+    "d_fine": "DFineForObjectDetection",
+    "detr": "DetrForObjectDetection",
+    "conditional_detr": "ConditionalDetrForObjectDetection",
+    "deformable_detr": "DeformableDetrForObjectDetection",
+}
+_PROCESSORS = {  # which normalise images and read the outputs; others have that of RT-DETR
+    "detr": "DetrImageProcessor",
+    "conditional_detr": "ConditionalDetrImageProcessor",
+    "deformable_detr": "DeformableDetrImageProcessor",
+}
+_FLOAT32 = ("d_fine", "detr")  # whose losses mix float32 and float64
+_STRIDE = 32  # the largest of a backbone: sides of padded images are multiples of it
+
+
+def detector(
+    name: str,
+    num_classes: int,
+    weights: str | None = None,
+    size: int | None = 640,
+    options: Mapping[str, Any] = {},
+    *,
+    fetch_weights: bool = True,
+) -> nn.Module:
+    """Build a `Detector`.
+
+    Args:
+        name: a family such as "rt_detr_v2", or a folder or id on the hub with config.json.
+        num_classes: number of classes, and one for the background.
+        weights: a folder or id on the hub with model.safetensors; layers that depend on the number of classes start from
+            random weights if it differs. None for random weights, also of the backbone.
+        size: edge in pixels of the square that each image is resized to; None pads the images of a batch to one size.
+        options: arguments of the class of the config, such as `num_queries`.
+        fetch_weights: False builds the same model without its trained weights, to load those of a checkpoint.
+
+    Raises:
+        UserError: if transformers is not installed, or there is no such model, weights or option.
+        ValueError: if a number is out of range.
+    """
+    at_least_1(size=1 if size is None else size)
+    model = pretrained_or_new(
+        _FAMILIES, name, weights, options, num_labels=num_classes - 1, fetch_weights=fetch_weights
+    )
+    return Detector(model, size)
+
+
+class Detector(nn.Module):
+    """A detector of transformers that is called as those of torchvision.
+
+    In training, `detector(images, targets)` gives the weighted losses, of which the sum is that of transformers; in
+    evaluation, `detector(images)` gives a dict of `boxes` (N, 4), `labels` (N,) and `scores` (N,) for each image. Images are
+    float (3, H, W) in [0, 1]; boxes are xyxy in pixels of the image; labels begin at 1.
+    """
+
+    def __init__(self, net: Any, size: int | None) -> None:
+        """Wrap a model of `AutoModelForObjectDetection`; for `size` see `detector`."""
+        import transformers
+
+        super().__init__()
+        self.net, self.size = net, size
+        self._processor = getattr(transformers, _PROCESSORS.get(net.config.model_type, "RTDetrImageProcessor"))()
+
+    def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
+        """Losses in training, objects in evaluation; see the class."""
+        # Tensors that transformers caches in inference mode could not be used in training
+        with torch.set_grad_enabled(torch.is_grad_enabled()), torch.inference_mode(False):
+            if not self.training:
+                return self._found(images)
+            return self._losses(images, targets or [])
+
+    def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        config, (given, scales) = self.net.config, self._batch(images)
+        if images[0].dtype == torch.float64 and config.model_type in _FLOAT32:
+            raise UserError("dtype", f"the losses of {config.model_type} in transformers need float32", "float32")
+        labels = [
+            {"class_labels": each["labels"] - 1, "boxes": box_convert(each["boxes"], "xyxy", "cxcywh") / scale}
+            for each, scale in zip(targets, scales, strict=True)
+        ]
+        try:
+            found = self.net(**given, labels=labels).loss_dict
+        except ValueError as error:
+            if "corner" not in str(error):
+                raise
+            # transformers refuses boxes that are not numbers; the loss is not either, so that training says it diverged
+            found = {"loss_bbox": torch.stack([weight.sum() for weight in self.net.parameters()]).sum() * torch.nan}
+        # Without a box nothing is denoised, and ranks expect a gradient of each weight
+        unused = sum(0 * weight.sum() for label, weight in self.net.named_parameters() if "denoising" in label)
+        losses = dict[str, Tensor]()
+        for term, value in found.items():
+            kind, name, *_ = term.split("_")  # of the last layer of the decoder or another: loss_bbox, loss_bbox_dn_0
+            if kind == "loss":  # others are for logging
+                weighted = value * getattr(config, f"{name}_loss_coefficient", 1)
+                losses[f"loss_{name}"] = losses.get(f"loss_{name}", unused) + weighted
+        return losses
+
+    def _found(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        given, scales = self._batch(images)
+        sizes = torch.stack(scales)[:, [1, 0]]
+        found = self._processor.post_process_object_detection(self.net(**given), -1.0, sizes)
+        return [{**each, "labels": each["labels"] + 1} for each in found]
+
+    def _batch(self, images: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Arguments of the model, and for each image (4,): what its boxes are fractions of, in its own pixels."""
+        edges = [image.shape[-2:] for image in images]
+        height, width = (-(-max(each) // _STRIDE) * _STRIDE for each in zip(*edges, strict=True))
+        padded, edge = self.size is None, self.size or 1
+        given = self._processor(
+            [*images], return_tensors="pt", input_data_format="channels_first", do_rescale=False, do_resize=not padded,
+            size={"height": edge, "width": edge}, do_pad=padded, pad_size={"height": height, "width": width},
+        )  # fmt: skip
+        given["pixel_values"] = given["pixel_values"].to(images[0])  # float32, also of float64
+        sides = [(height, width)] * len(edges) if padded else edges
+        return given, [images[0].new_tensor([w, h, w, h]) for h, w in sides]
