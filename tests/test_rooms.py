@@ -206,16 +206,16 @@ BUDGET = {
     ".": 866,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_891,
+    "config": 3_893,
     "data": 8_198,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
     "engine": 3_011,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_305,
     "launch": 968,
-    "models": 1_302,
+    "models": 1_610,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
-    "run": 4_233,
+    "run": 4_240,
     "runtime": 1_357,
     "sweeps": 1_837,
     "tasks": 802,
