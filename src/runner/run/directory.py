@@ -21,6 +21,7 @@ _descriptors: set[int] = set()  # of locks of this process; whoever has one clos
 _WRITTEN = (
     "checkpoints", "plots", "tensorboard", "config.yaml", "overrides.yaml", "environment.json", "run.log", "metrics.jsonl",
     "summary.json", PROGRESS, ".lock", "nonfinite", "samples", "trackers", "wandb",
+    "pictures",
 )  # fmt: skip
 """Names that a run or a tracker writes to, beside metrics_*.csv."""
 

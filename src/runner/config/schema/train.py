@@ -56,6 +56,7 @@ class Log(Section):
     progress: bool | Literal["auto"] = "auto"
     utilization: bool | Literal["auto"] = "auto"
     curves: bool = True
+    pictures: bool | Literal["auto"] = "auto"
 
 
 class Watch(Section):

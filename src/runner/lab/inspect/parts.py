@@ -264,7 +264,7 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
             del worst[config.samples :]
         shown: list[Pixels] = []
         if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
-            drawing = Predictions(training.config, training.task, training.model, draws=True)
+            drawing = Predictions(training.config, training.task, training.model, True, training.data.classes)
             shown = [drawing(batch)[0]["picture"].permute(1, 2, 0).numpy() / 255 for _, batch in worst]
         elif training.data.pairs:
             shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
