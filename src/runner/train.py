@@ -30,6 +30,7 @@ from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
+from runner.run.pictures import Pictures
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
@@ -170,7 +171,8 @@ def _train(
 
     # Ranks stop at the same step, whichever of them is asked to; a single process asks itself
     agreement = Agreement(world(), signals.asked, config.dist.timeout_s)
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm)
+    pictures = Pictures(run, directory.path / "pictures", console.warn)
+    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm, pictures.watch)
 
     # What is logged and saved
     data.bad_samples.open(console.warn)
@@ -188,6 +190,7 @@ def _train(
         *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
+        pictures,
         *custom.values(),
         *also_call,
         SkippedSteps(directory.path, console),
@@ -217,6 +220,7 @@ def _train(
     if config.watch.finite:
         watch_finite(state)
     start_progress(run, directory)
+    ending.callback(pictures.close)
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)

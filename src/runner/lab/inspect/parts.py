@@ -29,7 +29,7 @@ from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import amount, compact, number, percent
-from runner.tracking.plots import Pixels, Tile, confusion_matrix, image_grid
+from runner.tracking.plots import Pixels, Tile, caption_of, confusion_matrix, image_grid
 from runner.tracking.verb_report import Report, mib
 
 _CHANNELS, _ROWS = 8, 4  # of a grid of activations
@@ -285,17 +285,6 @@ def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
 def shape_text(shape: Sequence[int] | None) -> str:
     """`32x8x8`; `scalar` for no axes; empty for None."""
     return "" if shape is None else "x".join(map(str, shape)) or "scalar"
-
-
-def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:
-    """Lines for a target: its class, its two largest classes with their shares, or its first numbers."""
-    if target.ndim == 0 and not target.is_floating_point() and classes:
-        return [classes[int(target)]]
-    values = target.float().flatten().tolist()
-    if not classes or target.shape != (len(classes),):
-        return [", ".join(f"{value:.4g}" for value in values[:3])]
-    largest = sorted(zip(values, classes, strict=True), key=lambda pair: -pair[0])[:2]
-    return [name if share >= 1 else f"{percent(share)} {name}" for share, name in largest if share > 0] or ["no label"]
 
 
 def maps_of(outputs: Tensor) -> Tensor | None:
