@@ -1,0 +1,188 @@
+"""Pictures of the first training batch and of predictions in the run directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import drawn_masks
+import drawn_objects
+import numpy as np
+import pytest
+import torch
+from extras import needs
+from PIL import Image
+
+from runner.tasks.segmentation import Segmentation
+from runner.tasks.task import colour
+
+SEGMENTATION = (
+    "experiment=segmentation", "data.root=shapes", "data.image_size=24", "model=small_cnn", "~model.width",
+    "~model.dropout", "model._target_=drawn_nets.Tiny", "data.batch_size=8", "epochs=1", "data.num_workers=0",
+)  # fmt: skip
+DETECTION = (
+    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "model=small_cnn", "~model.width", "~model.dropout",
+    "model._target_=tiny_detector.Scripted", "epochs=1", "data.batch_size=2", "data.num_workers=0",
+)  # fmt: skip
+OWN = """
+from runner.tasks.segmentation import Segmentation
+
+class Odd(Segmentation):
+    def draw(self, sample, outputs):
+        raise ValueError("there is no such colour")
+
+class Plain:
+    def outputs(self, classes):
+        return 3
+    def training_step(self, modules, batch):
+        return self.evaluation_step(modules, batch)["loss"]
+    def evaluation_step(self, modules, batch):
+        return {"loss": modules["model"](batch[0]).square().mean()}
+    def predict_step(self, modules, batch):
+        assert not modules["model"].training
+        return {"mean": modules["model"](batch[0]).mean((1, 2, 3))}
+    def draw(self, sample, outputs):
+        picture = sample[0][0].clone()
+        picture[:, :3, :3] = 255
+        return picture
+"""
+VECTORS = """
+import torch
+from torch.utils.data import TensorDataset
+
+class Vectors(TensorDataset):
+    def __init__(self):
+        super().__init__(torch.arange(80.0).view(20, 4) / 80, torch.arange(20) % 2)
+
+class Step:
+    def training_step(self, modules, batch):
+        return torch.nn.functional.cross_entropy(modules["model"](batch[0]), batch[1])
+    def evaluation_step(self, modules, batch):
+        return {"loss": self.training_step(modules, batch)}
+"""
+SIDE, GAP, LINE = 202, 10, 22  # pixels of a tile, between tiles, and of a line of text
+
+
+@pytest.fixture
+def shapes(workdir: Path, own_module: Callable[..., Path]) -> None:
+    own_module("drawn_nets", drawn_masks.MODEL)
+    own_module("own_tasks", OWN)
+    drawn_masks.draw(workdir / "shapes", void=True)
+
+
+def pixels(directory: Path, name: str) -> np.ndarray:
+    with Image.open(directory / "pictures" / f"{name}.png") as image:
+        return np.asarray(image).astype(int)
+
+
+def tile(picture: np.ndarray, column: int, top: int, size: int) -> np.ndarray:
+    """The image in a column of the first row, below `top` pixels, reduced to its own pixels."""
+    centres = ((np.arange(size) + 0.5) * SIDE / size).astype(int)
+    return picture[top + centres][:, GAP + column * (SIDE + GAP) + centres]
+
+
+def columns(picture: np.ndarray) -> int:
+    return (picture.shape[1] - GAP) // (SIDE + GAP)
+
+
+def count(picture: np.ndarray, wanted: tuple[int, int, int]) -> int:
+    return int((np.abs(picture - wanted) <= 2).all(2).sum())
+
+
+def test_digits_are_drawn_with_their_classes_and_no_bit_of_the_run_changes(train: Callable[..., Any]) -> None:
+    found, without = (train("data=digits", "epochs=2", f"log.pictures={each}") for each in ("true", "false"))
+    for name in ("best", "last", "test", "weights_sha256"):
+        assert found.summary[name] == without.summary[name]
+    assert not (without.directory / "pictures").exists()
+    batch, predictions = (pixels(found.directory, name) for name in ("train_batch", "predictions"))
+    assert columns(batch) == columns(predictions) == 4
+    rows = [
+        round(picture.shape[0] / (SIDE + 2 * GAP + LINE * lines)) for picture, lines in ((batch, 1), (predictions, 3))
+    ]
+    assert rows == [4, 3], "16 images of training, 9 of validation"
+    assert count(predictions, (0x22, 0x88, 0x33)) + count(predictions, (0xBB, 0x33, 0x44)) > 50
+    assert count(batch, (0x22, 0x88, 0x33)) == 0, "nothing is right or wrong in a training batch"
+
+
+def test_masks_are_drawn_over_the_image_with_a_legend_and_leave_the_background(
+    train: Callable[..., Any], shapes: None, workdir: Path
+) -> None:
+    directory = train(*SEGMENTATION).directory
+    assert columns(pixels(directory, "train_batch")) == 4
+    picture = pixels(directory, "predictions")
+    assert columns(picture) == 6, "three pairs of truth and prediction"
+    images, masks = (
+        np.asarray(Image.open(next(sorted((workdir / "shapes/val" / kind).iterdir()).__iter__())))
+        for kind in ("images", "masks")
+    )
+    truth, mask = tile(picture, 0, 2 * GAP + 2 * LINE, 24), masks
+    unmarked = (mask == 0) | (mask == 255)
+    assert np.abs(truth - images)[unmarked].max() <= 1
+    blended = (images + np.array(colour(1))) / 2
+    assert np.abs(truth - blended)[mask == 1].max() <= 2
+    assert all(count(picture[: GAP + 2 * LINE + GAP], colour(number)) > 100 for number in (1, 2)), "the legend"
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_mask_of_one_class_or_none_is_drawn(number: int) -> None:
+    sample = torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, 2, 2)
+    task = Segmentation(3)
+    mask = torch.tensor([[0, 255], [0, number]])
+    picture = task.draw(sample, task.shown(mask))
+    assert picture[:, 1, 1].tolist() == [each // 2 for each in colour(number)]
+    assert int(picture.sum()) == sum(each // 2 for each in colour(number))
+    assert torch.equal(task.draw(sample, task.shown(torch.zeros(2, 2))), sample[0][0])
+
+
+@needs("detection")
+def test_boxes_are_drawn_with_names_and_scores(
+    train: Callable[..., Any], own_module: Callable[..., Path], workdir: Path
+) -> None:
+    drawn_objects.draw(workdir / "drawn", "train", 6, 0)
+    drawn_objects.draw(workdir / "drawn", "val", 5, 1)
+    own_module("tiny_detector", "import torch\n" + drawn_objects.DETECTOR)
+    directory = train(*DETECTION).directory
+    batch, picture = (pixels(directory, name) for name in ("train_batch", "predictions"))
+    assert columns(batch) == 2
+    assert columns(picture) == 6
+    assert count(batch, colour(1)) + count(batch, colour(2)) > 100
+    assert count(picture, colour(1)) + count(picture, colour(2)) > 100
+
+
+def test_a_drawing_that_fails_warns_once_and_a_task_without_shown_draws_what_it_predicts(
+    train: Callable[..., Any], shapes: None
+) -> None:
+    failed = train(*SEGMENTATION, "epochs=2", "task._target_=own_tasks.Odd")
+    assert failed.summary["status"] == "finished"
+    assert (failed.directory / "run.log").read_text().count("log.pictures") == 1
+    assert "there is no such colour" in (failed.directory / "run.log").read_text()
+    words = (*SEGMENTATION, "epochs=2", "task={_target_: own_tasks.Plain}", "loss=none")
+    found, without = (train(*words, f"log.pictures={each}") for each in ("auto", "false"))
+    assert found.summary["weights_sha256"] == without.summary["weights_sha256"]
+    marked = tile(pixels(found.directory, "predictions"), 1, 2 * GAP + LINE, 24)
+    assert (marked[:3, :3] == 255).all()
+    assert not (marked == 255).all()
+
+
+def test_a_resumed_run_draws_predictions_and_not_the_first_batch_again(
+    train: Callable[..., Any], stopped: Callable[..., Any]
+) -> None:
+    words = ("data=digits", "epochs=2", "data.batch_size=128")
+    expected = train(*words).summary["weights_sha256"]
+    directory = stopped(13, *words).directory
+    for picture in (directory / "pictures").iterdir():
+        picture.unlink()
+    resumed = train(f"ckpt_path={directory}", "callbacks=none")
+    assert resumed.summary["weights_sha256"] == expected
+    assert [path.name for path in (directory / "pictures").iterdir()] == ["predictions.png"]
+
+
+def test_vectors_are_not_drawn(train: Callable[..., Any], own_module: Callable[..., Path]) -> None:
+    own_module("own_vectors", VECTORS)
+    words = ("data=own", "data.dataset._target_=own_vectors.Vectors", "data.images=[]", "transform=none", "epochs=1",
+             "model={_target_: torch.nn.Linear, in_features: 4, out_features: 2}", "task={_target_: own_vectors.Step}", "loss=none")  # fmt: skip
+    for value in ("auto", "true"):
+        directory = train(*words, f"log.pictures={value}").directory
+        assert not (directory / "pictures").exists()
+        assert ("no effect" in (directory / "run.log").read_text()) == (value == "true")
