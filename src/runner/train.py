@@ -172,7 +172,7 @@ def _train(
     # Ranks stop at the same step, whichever of them is asked to; a single process asks itself
     agreement = Agreement(world(), signals.asked, config.dist.timeout_s)
     pictures = Pictures(run, directory.path / "pictures", console.warn)
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm, pictures.watch)
+    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm, pictures.watched)
 
     # What is logged and saved
     data.bad_samples.open(console.warn)
@@ -220,7 +220,7 @@ def _train(
     if config.watch.finite:
         watch_finite(state)
     start_progress(run, directory)
-    ending.callback(pictures.close)
+    ending.callback(pictures.draw)
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)

@@ -53,8 +53,8 @@ _COUNT = 16  # of samples while training, if `count` of `sample` has no default
 class Evaluator:
     """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`.
 
-    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why. `watch` is called in each
-    evaluation of the validation split with the data of the first batch of this rank, what was found, and the number of samples.
+    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why. `watched` may
+    wrap what evaluates a batch of the validation split, given the samples of the first one.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Evaluator:
         warn: Callable[[str], None],
         interrupted: Callable[[], bool],
         agree: Callable[[], None] = lambda: None,
-        watch: Callable[[Any, Mapping[str, Any], int], None] = lambda data, found, rows: None,
+        watched: Callable[[Callable[[Any], Any], int], Callable[[Any], Any]] = lambda evaluated, rows: evaluated,
     ) -> None:
-        self._run, self._warn, self._interrupted, self._agree, self._watch = run, warn, interrupted, agree, watch
+        self._run, self._warn, self._interrupted, self._agree, self._watched = run, warn, interrupted, agree, watched
         self._metrics = fresh_metrics(run.config, run.task, run.device)
 
     def weights(self, name: str) -> dict[str, float]:
@@ -74,16 +74,9 @@ class Evaluator:
         # Buffers of each rank come from its own rows: all ranks evaluate with those of rank 0
         world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))
         assert split is not None, f"there is no split {name}"
-        unseen = name == "val"
-
-        def evaluated(data: Any) -> Mapping[str, Any]:
-            nonlocal unseen
-            found = run.steps.evaluated(data)
-            if unseen:
-                unseen = False
-                self._watch(data, found, min(split.samples, split.loader.batch_size))
-            return found
-
+        evaluated = run.steps.evaluated
+        if name == "val":
+            evaluated = self._watched(evaluated, min(split.samples, split.loader.batch_size))
         with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(
                 run.model,
@@ -212,8 +205,8 @@ class Predictions(nn.Module):
             if not hasattr(task, name.partition("(")[0]):
                 key = "pictures" if draws else "task"
                 raise UserError(key, f"{type(task).__name__} has no {name}", "a task that has it")
-        self._task, self._modules_of_task, self._config, self._draws = task, modules, config, draws
-        self._classes = classes
+        self._task, self._modules_of_task, self._config = task, modules, config
+        self._draws, self._classes = draws, classes
 
     def forward(self, batch: Batch) -> list[dict[str, Any]]:
         """A dict for each sample of a batch."""

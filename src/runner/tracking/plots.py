@@ -256,7 +256,7 @@ def image_grid(
     `legend` has colours, red, green and blue from 0 to 255, by name. PIL draws this in a tenth of matplotlib's time.
     """
     import numpy as np
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw, ImageFont, ImageOps
 
     columns = columns or min(8, max(min(4, len(tiles)), math.ceil(math.sqrt(len(tiles)))))
     columns = min(columns, len(tiles))
@@ -281,15 +281,19 @@ def image_grid(
         left, above = gap + place % columns * column, top + place // columns * row
         pixels = np.nan_to_num(tile.pixels).clip(0.0, 1.0) * 255
         image = Image.fromarray(pixels.round().astype(np.uint8)).convert("RGB")
-        scale = min(side / image.width, high / image.height)
-        size = max(1, round(image.width * scale)), max(1, round(image.height * scale))
-        resample = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS
-        page.paste(image.resize(size, resample), (left + (side - size[0]) // 2, above + high - size[1]))
+        small = image.width < side and image.height < high
+        image = ImageOps.contain(image, (side, high), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
+        page.paste(image, (left + (side - image.width) // 2, above + high - image.height))
         for number, (text, colour) in enumerate(zip(tile.lines, [*tile.colours, *["#222222"] * 9], strict=False)):
             pen.text((left + side / 2, above + high + number * line), fit(text, 20), colour, font, "ma")
     buffer = io.BytesIO()
     page.save(buffer, "png", compress_level=1)
     write_atomically(target, buffer.getvalue())
+
+
+def pixels_of(picture: Tensor) -> Pixels:
+    """The pixels of a picture, uint8 (3, H, W)."""
+    return picture.permute(1, 2, 0).numpy() / 255  # type: ignore[no-any-return]
 
 
 def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import amount, compact, number, percent
-from runner.tracking.plots import Pixels, Tile, caption_of, confusion_matrix, image_grid
+from runner.tracking.plots import Pixels, Tile, caption_of, confusion_matrix, image_grid, pixels_of
 from runner.tracking.verb_report import Report, mib
 
 _CHANNELS, _ROWS = 8, 4  # of a grid of activations
@@ -265,7 +265,7 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
         shown: list[Pixels] = []
         if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
             drawing = Predictions(training.config, training.task, training.model, True, training.data.classes)
-            shown = [drawing(batch)[0]["picture"].permute(1, 2, 0).numpy() / 255 for _, batch in worst]
+            shown = [pixels_of(drawing(batch)[0]["picture"]) for _, batch in worst]
         elif training.data.pairs:
             shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
     title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"

@@ -28,7 +28,6 @@ _PARSED = 2000  # lines of training in a metrics file; of longer ones, every sec
 _CURVES = 8
 _CONFUSIONS, _CLASSES = 6, 50
 _PICTURES, _PICTURE_BYTES = 8, 2_000_000
-_OF_PICTURES = {"errors": "wrong predictions", "predictions": "predictions", "train_batch": "training batch"}
 _NO_CURVES = {*HARDWARE_METRICS, WEIGHTS_STEP, "samples_per_s"}
 
 
@@ -149,4 +148,4 @@ def _pictures(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
             with contextlib.suppress(OSError):
                 if (content := read_regular(path, _PICTURE_BYTES)).startswith(b"\x89PNG"):
                     src = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-                    yield {"run": run.name, "what": _OF_PICTURES[path.stem], "src": src}
+                    yield {"run": run.name, "what": path.stem.replace("_", " "), "src": src}
