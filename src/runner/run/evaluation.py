@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from runner.run.run import Run
 from runner.run.trial import explaining_memory
 from runner.runtime.precision import Precision
 from runner.tracking.loggers import Background, Logger
+from runner.tracking.plots import Pixels
 
 _COUNT = 16  # of samples while training, if `count` of `sample` has no default
 
@@ -205,8 +206,13 @@ class Predictions(nn.Module):
             if not hasattr(task, name.partition("(")[0]):
                 key = "pictures" if draws else "task"
                 raise UserError(key, f"{type(task).__name__} has no {name}", "a task that has it")
-        self._task, self._modules_of_task, self._config = task, modules, config
-        self._draws, self._classes = draws, classes
+        self._task, self._modules_of_task, self._config, self._draws, self._classes = (
+            task,
+            modules,
+            config,
+            draws,
+            classes,
+        )
 
     def forward(self, batch: Batch) -> list[dict[str, Any]]:
         """A dict for each sample of a batch."""
@@ -247,6 +253,11 @@ def with_pixels(data: Any, config: Train) -> Any:
         return pixels if pixels.shape[-3] == 3 else pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
 
     return Fields(["0"] if names is None else names, undone)(data, torch.empty(0), 0)  # type: ignore[arg-type]
+
+
+def pixels_of(pictures: Iterable[Tensor]) -> list[Pixels]:
+    """Pictures, each uint8 (3, H, W), as arrays (H, W, 3)."""
+    return [each.permute(1, 2, 0).contiguous().numpy() for each in pictures]
 
 
 class Samples:

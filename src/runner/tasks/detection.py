@@ -91,13 +91,13 @@ class Detection:
         from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
         picture, labels = sample[0][0].cpu(), outputs["labels"].cpu()
-        scores = outputs["scores"].cpu() if "scores" in outputs else None
-        kept = torch.ones_like(labels, dtype=torch.bool) if scores is None else scores > _SHOWN
+        scores = outputs.get("scores", torch.ones(len(labels))).cpu()  # a truth has none
+        kept = scores > _SHOWN
         numbers: list[int] = labels[kept].tolist()
         if not numbers:  # torchvision warns of images without a box
             return picture
         names, colours = [str(classes[each - 1] if classes else each) for each in numbers], [*map(colour, numbers)]
-        if scores is not None:
+        if "scores" in outputs:
             names = [f"{name} {score:.2f}" for name, score in zip(names, scores[kept].tolist(), strict=True)]
         if "masks" in outputs:
             picture = draw_segmentation_masks(picture, outputs["masks"].cpu()[kept].bool(), alpha=0.5, colors=colours)

@@ -136,9 +136,8 @@ def converting(metric: Any, task: Any) -> Any:
 
 def colour(number: int) -> tuple[int, int, int]:
     """The colour of class `number` in pictures: red, green and blue, 0 to 255."""
-    red, green, blue = colorsys.hsv_to_rgb(
-        number * 0.618034 % 1, 0.85, 0.95
-    )  # the golden ratio: neighbours differ most
+    # The golden ratio: neighbours differ most
+    red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.85, 0.95)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 

@@ -39,7 +39,7 @@ _TILE = 1.55  # width of an image in a grid, in inches
 
 Curve = tuple[list[int], list[float]]
 Pixels: TypeAlias = "np.ndarray[Any, Any]"
-"""An image: float (H, W) grey or (H, W, 3) colour, values 0 to 1."""
+"""An image: (H, W) grey or (H, W, 3) colour, uint8, or float with values 0 to 1."""
 
 
 def learning_curves(metrics_file: Path, target: Path) -> None:
@@ -279,8 +279,8 @@ def image_grid(
         pen.text((left + 1.3 * line, above), fit(name, 18), "black", font)
     for place, tile in enumerate(tiles):
         left, above = gap + place % columns * column, top + place // columns * row
-        pixels = np.nan_to_num(tile.pixels).clip(0.0, 1.0) * 255
-        image = Image.fromarray(pixels.round().astype(np.uint8)).convert("RGB")
+        whole = tile.pixels if tile.pixels.dtype == np.uint8 else np.nan_to_num(tile.pixels).clip(0.0, 1.0) * 255
+        image = Image.fromarray(whole.round().astype(np.uint8)).convert("RGB")
         small = image.width < side and image.height < high
         image = ImageOps.contain(image, (side, high), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
         page.paste(image, (left + (side - image.width) // 2, above + high - image.height))
@@ -289,11 +289,6 @@ def image_grid(
     buffer = io.BytesIO()
     page.save(buffer, "png", compress_level=1)
     write_atomically(target, buffer.getvalue())
-
-
-def pixels_of(picture: Tensor) -> Pixels:
-    """The pixels of a picture, uint8 (3, H, W)."""
-    return picture.permute(1, 2, 0).numpy() / 255  # type: ignore[no-any-return]
 
 
 def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:

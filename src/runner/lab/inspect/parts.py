@@ -24,12 +24,12 @@ from runner.instrument.no_trace import evaluating
 from runner.instrument.observer import Observer
 from runner.lab.inspect.numbers import Numbers, Pass, layers_of, numbers_of, pass_through
 from runner.models.features import listener
-from runner.run.evaluation import Predictions
+from runner.run.evaluation import Predictions, pixels_of, with_pixels
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import amount, compact, number, percent
-from runner.tracking.plots import Pixels, Tile, caption_of, confusion_matrix, image_grid, pixels_of
+from runner.tracking.plots import Pixels, Tile, caption_of, confusion_matrix, image_grid
 from runner.tracking.verb_report import Report, mib
 
 _CHANNELS, _ROWS = 8, 4  # of a grid of activations
@@ -83,14 +83,11 @@ class Inspection:
         return {"index": int(index), **found, "file": file}
 
     def pixels_of(self, images: Tensor) -> list[Pixels]:
-        """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W) or (H, W, 3), from 0 to 1.
+        """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W, 3), uint8.
 
         Of images with another number of channels than 1 or 3 the first channel.
         """
-        data = self.training.data
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1) for values in (data.mean, data.std))
-        plain = (images.detach().float().cpu() * std + mean).clamp(0, 1)
-        return list((plain.permute(0, 2, 3, 1) if plain.shape[1] == 3 else plain[:, 0]).contiguous().numpy())
+        return pixels_of(with_pixels([images.detach().cpu()], self.training.config)[0])
 
 
 def layers(seen: Inspection) -> dict[str, Any]:
@@ -265,7 +262,7 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
         shown: list[Pixels] = []
         if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
             drawing = Predictions(training.config, training.task, training.model, True, training.data.classes)
-            shown = [pixels_of(drawing(batch)[0]["picture"]) for _, batch in worst]
+            shown = pixels_of(drawing(batch)[0]["picture"] for _, batch in worst)
         elif training.data.pairs:
             shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
     title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"
