@@ -101,7 +101,8 @@ class Pictures:
             self._warn(f"log.pictures: nothing is drawn any more: {with_place(error)}")
 
     def _write(self, name: str, title: str, kept: list[Any], rows: int) -> None:
-        task, classes, tiles = self._run.task, self._run.data.classes, list[Tile]()
+        classes, tiles = self._run.data.classes, list[Tile]()
+        task: Any = self._run.task
         data, *values = tensors_moved(kept, "cpu")
         for place, sample in enumerate(parts_of_rows(with_pixels(data, self._run.config), rows, rows)):
             own = [value[place] for value in values]
@@ -126,7 +127,7 @@ class Pictures:
             right = activation != "softmax" or int(output.argmax()) == int(class_numbers(target[None]))
             colours = colours[: len(lines)] + ["#228833" if right else "#bb3344"] * 2
             lines += caption_of(output, classes)
-        return Tile(*pixels_of(image.reshape(-1, *image.shape[-3:])[:1]), lines, colours)
+        return Tile(pixels_of(image.reshape(-1, *image.shape[-3:]))[0], lines, colours)
 
 
 def _copied(values: list[Any], rows: int, most: int) -> list[Any]:

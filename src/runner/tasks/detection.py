@@ -90,7 +90,8 @@ class Detection:
         """The image of a batch of one with objects, those with a score only above 0.5, uint8 (3, H, W)."""
         from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-        picture, labels = sample[0][0].cpu(), outputs["labels"].cpu()
+        picture: Tensor = sample[0][0].cpu()
+        labels = outputs["labels"].cpu()
         scores = outputs.get("scores", torch.ones(len(labels))).cpu()  # a truth has none
         kept = scores > _SHOWN
         numbers: list[int] = labels[kept].tolist()
@@ -101,7 +102,8 @@ class Detection:
             names = [f"{name} {score:.2f}" for name, score in zip(names, scores[kept].tolist(), strict=True)]
         if "masks" in outputs:
             picture = draw_segmentation_masks(picture, outputs["masks"].cpu()[kept].bool(), alpha=0.5, colors=colours)
-        return draw_bounding_boxes(picture, outputs["boxes"].cpu()[kept], names, colours)
+        boxed: Tensor = draw_bounding_boxes(picture, outputs["boxes"].cpu()[kept], names, colours)
+        return boxed
 
     def metric_names(self) -> list[str]:
         """COCO's mean average precision, with the IoU 0.5 and 0.75, and of masks (`segm_...`)."""

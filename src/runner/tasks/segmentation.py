@@ -117,7 +117,7 @@ class Segmentation:
         from torchvision.utils import draw_segmentation_masks
 
         picture, mask = sample[0][0].cpu(), outputs["mask"].cpu()
-        numbers = [number for number in mask.unique().tolist() if number not in (0, self.ignore_index)]
+        numbers = [number for number in torch.unique(mask).tolist() if number not in (0, self.ignore_index)]
         if numbers:  # torchvision warns of images without a mask
             masks = mask == torch.tensor(numbers)[:, None, None]
             picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=[colour(each) for each in numbers])

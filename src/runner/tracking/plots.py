@@ -273,9 +273,9 @@ def image_grid(
     pen = ImageDraw.Draw(page)
     for number, text in enumerate(titles):
         pen.text((page.width / 2, gap + number * line), text, "black", font, "ma")
-    for place, (name, colour) in marks.items():
+    for place, (name, filling) in marks.items():
         left, above = gap + place % columns * column, gap + place // columns * line
-        pen.rectangle((left, above, left + line - gap // 2, above + line - gap // 2), colour)
+        pen.rectangle((left, above, left + line - gap // 2, above + line - gap // 2), filling)
         pen.text((left + 1.3 * line, above), fit(name, 18), "black", font)
     for place, tile in enumerate(tiles):
         left, above = gap + place % columns * column, top + place // columns * row
