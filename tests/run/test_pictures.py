@@ -14,6 +14,7 @@ import torch
 from extras import needs
 from PIL import Image
 
+from runner.tasks.detection import Detection
 from runner.tasks.segmentation import Segmentation
 from runner.tasks.task import colour
 
@@ -146,6 +147,12 @@ def test_boxes_are_drawn_with_names_and_scores(
     assert columns(picture) == 6
     assert count(batch, colour(1)) + count(batch, colour(2)) > 100
     assert count(picture, colour(1)) + count(picture, colour(2)) > 100
+    task, image = Detection(2), torch.full((1, 3, 40, 40), 9, dtype=torch.uint8)
+    objects = {"boxes": torch.tensor([[2.0, 3, 20, 30], [25, 25, 35, 35]]), "labels": torch.tensor([2, 1])}
+    found = task.draw((image, None), objects | {"scores": torch.tensor([0.9, 0.4])}, ["tall", "wide"])
+    assert tuple(found[:, 3, 2].tolist()) == colour(2)
+    assert (found[:, 25:36, 30:36] == 9).all(), "an object with a low score is not drawn"
+    assert not torch.equal(found, task.draw((image, None), objects, ["tall", "wide"]))
 
 
 def test_a_drawing_that_fails_warns_once_and_one_of_a_custom_task_is_shown(

@@ -38,9 +38,8 @@ class Pictures:
             warn("log.pictures=true has no effect: the samples have no images")
         self._on = world().first and run.config.log.pictures is not False and images
         self._shows = hasattr(run.task, "shown") and hasattr(run.task, "draw")
-        # The data of samples, with their targets and outputs: of the latest evaluation, and what waits by its name and title
-        self._latest: list[Any] | None = None
-        self._waiting: dict[str, tuple[str, list[Any], int]] = {}
+        self._latest: tuple[list[Any], int] | None = None  # of the latest evaluation: data, targets, outputs; samples
+        self._waiting: dict[str, tuple[str, list[Any], int]] = {}  # by name of the picture, with its title
         self._next = 0.0
 
     def on_first_batch(self, loop: Loop, batch: Batch) -> None:
@@ -48,22 +47,20 @@ class Pictures:
         if self._on and loop.state.position.global_step == loop.state.position.batch == 0:
             with self._sheltered():
                 given = [batch.data, batch.data[1]] if self._shows or self._run.data.pairs else [batch.data]
-                kept = _copied(given, len(batch.indices), _TRAINED)
                 title = "first training batch as the model sees it, normalisation undone"
-                self._waiting["train_batch"] = title, kept, min(len(batch.indices), _TRAINED)
+                self._waiting["train_batch"] = title, *_first(given, len(batch.indices), _TRAINED)
 
     def watched(self, evaluated: Callable[[Any], Any], rows: int) -> Callable[[Any], Any]:
         """`evaluated` of an evaluation, which keeps what it finds for its first batch of so many `rows`."""
-        self._latest = None
-        self._rows = min(rows, _PREDICTED)
+        self._latest, waits = None, self._on
 
         def call(data: Any) -> Any:
+            nonlocal waits
             found = evaluated(data)
-            if self._on and self._latest is None:
-                self._latest = []
+            if waits and (self._shows or (self._run.data.pairs and isinstance(found.get("outputs"), Tensor))):
                 with self._sheltered():
-                    if self._shows or (self._run.data.pairs and isinstance(found.get("outputs"), Tensor)):
-                        self._latest = _copied([data, found["targets"], found["outputs"]], rows, _PREDICTED)
+                    self._latest = _first([data, found["targets"], found["outputs"]], rows, _PREDICTED)
+            waits = False
             return found
 
         return call
@@ -73,7 +70,7 @@ class Pictures:
         position = loop.state.position
         if self._latest and (loop.improved or not loop.monitor[0]):
             title = f"validation, epoch {position.epoch + (position.batch > 0)}, step {position.global_step}"
-            self._waiting["predictions"] = title, self._latest, self._rows
+            self._waiting["predictions"] = title, *self._latest
             self.on_log(loop, metrics)
 
     def on_log(self, loop: Loop, metrics: dict[str, float]) -> None:
@@ -111,9 +108,9 @@ class Pictures:
                 tiles += map(Tile, pixels_of(pictures), (["truth"], ["prediction"]))
             else:
                 tiles.append(self._with_captions(sample, *own))
-        legend = task.legend(classes) if hasattr(task, "legend") else {}
+        legend = task.legend(classes).items() if hasattr(task, "legend") else ()
         make_folder(self._folder)
-        image_grid(tiles, self._folder / f"{name}.png", title, 6 if len(tiles) > rows else None, legend)
+        image_grid(tiles, self._folder / f"{name}.png", title, 6 if len(tiles) > rows else None, [*legend])
 
     def _with_captions(self, sample: Any, target: Tensor | None = None, output: Tensor | None = None) -> Tile:
         """The image of a batch of one, or its first frame, with target and output, green or red if a class is right or wrong."""
@@ -130,6 +127,6 @@ class Pictures:
         return Tile(pixels_of(image.reshape(-1, *image.shape[-3:]))[0], lines, colours)
 
 
-def _copied(values: list[Any], rows: int, most: int) -> list[Any]:
-    """The first samples of a batch, copied, because later steps may use its memory again."""
-    return [mapped_items(rows_of(value, rows, slice(most)), Tensor, Tensor.clone) for value in values]
+def _first(values: list[Any], rows: int, most: int) -> tuple[list[Any], int]:
+    """The first samples of a batch, copied as later steps may use its memory again, and how many they are."""
+    return [mapped_items(rows_of(value, rows, slice(most)), Tensor, Tensor.clone) for value in values], min(rows, most)
