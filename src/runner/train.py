@@ -190,9 +190,7 @@ def _train(
         *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
-        pictures,
-        *custom.values(),
-        *also_call,
+        *(pictures, *custom.values(), *also_call),
         SkippedSteps(directory.path, console),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         RankBuffers(run, directory),
@@ -220,11 +218,10 @@ def _train(
     if config.watch.finite:
         watch_finite(state)
     start_progress(run, directory)
-    ending.callback(pictures.draw)
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
-    ending.callback(_note_losses, directory, data, compiled)
+    ending.callback(_note_losses, directory, data, compiled, pictures)
     try:
         saving.begin(loop)
         with trial.memory_for_training(config), watching:
@@ -247,8 +244,9 @@ def _train(
     return state.best.value if state.best else None
 
 
-def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[Compilation]) -> None:
-    """Close the data, and note what compilation cost, how many samples could not be read, and whether the machine was busy."""
+def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[Compilation], pictures: Pictures) -> None:
+    """Draw what waits, close the data, and note what compilation cost, how many samples could not be read, and whether the machine was busy."""
+    pictures.draw()
     for report in compiled:
         directory.summary |= report.summary()
     data.close()
