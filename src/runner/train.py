@@ -245,7 +245,7 @@ def _train(
 
 
 def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[Compilation], pictures: Pictures) -> None:
-    """Draw what waits, close the data, and note what compilation cost, how many samples could not be read, and whether the machine was busy."""
+    """Draw what waits, close the data; note cost of compilation, samples that could not be read, and a busy machine."""
     pictures.draw()
     for report in compiled:
         directory.summary |= report.summary()

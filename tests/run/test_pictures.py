@@ -14,6 +14,7 @@ import torch
 from extras import needs
 from PIL import Image
 
+import runner
 from runner.tasks.detection import Detection
 from runner.tasks.segmentation import Segmentation
 from runner.tasks.task import colour
@@ -98,6 +99,8 @@ def test_digits_are_drawn_with_their_classes_and_no_bit_of_the_run_changes(train
     for name in ("best", "last", "test", "weights_sha256"):
         assert found.summary[name] == without.summary[name]
     assert not (without.directory / "pictures").exists()
+    runner.report(found.directory, html=Path("page.html"))
+    assert Path("page.html").read_text().count("data:image/png;base64,") == 2
     batch, predictions = (pixels(found.directory, name) for name in ("train_batch", "predictions"))
     assert columns(batch) == columns(predictions) == 4
     rows = [round(each.shape[0] / (SIDE + 2 * GAP + LINE * lines)) for each, lines in ((batch, 1), (predictions, 3))]
