@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics
+from runner.runtime.hardware_metrics import HardwareMetrics, asks_driver, choose_hardware_metrics
+from runner.tracking.formats import metric
 
 SMALL = (
     "data=synthetic", "data.dataset.samples=60", "data.image_size=8", "data.batch_size=8", "epochs=1", "model=small_cnn",
@@ -68,6 +69,43 @@ def test_utilization_is_the_work_that_is_done_over_what_could_be_done(monkeypatc
     assert set(HardwareMetrics(torch.device("cpu"))(100.0)) == {"peak_memory_mib"}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
     assert HardwareMetrics(torch.device("cuda", 0))(1.0) == {"peak_memory_mib": 3.0}
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose driver answers; there is none here."""
+    for name, value in {"utilization": 90, "power_draw": 312_000, "device_memory_used": 3 * 2**30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+
+
+@pytest.mark.usefixtures("driver")
+def test_log_lines_and_summary_say_how_busy_a_gpu_is(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    assert asks_driver("auto", cuda)
+    assert not asks_driver("auto", torch.device("cpu"))
+    assert not asks_driver(False, cuda)
+    monkeypatch.setattr("runner.run.run.asks_driver", lambda wanted, device: asks_driver(wanted, cuda))
+    result, without = train(*SMALL), train(*SMALL, "log.device=false")
+    use = {"device_busy": 0.9, "device_memory_mib": 3072.0, "device_power_w": 312.0}
+    assert all({name: line[name] for name in use} == use for line in result.logged("train"))
+    assert not any(use.keys() & line.keys() for line in without.logged("train"))
+    assert result.summary["device_busy"] == 0.9
+    assert "device_busy" not in without.summary
+    assert "device busy 90% during training" in result.out
+    assert [metric(*each) for each in use.items()] == [
+        "device busy 90%",
+        "device memory 3,072 MiB",
+        "device power 312 W",
+    ]
+    assert result.summary["weights_sha256"] == without.summary["weights_sha256"]
+
+
+def test_a_device_whose_use_cannot_be_read_is_a_mistake_only_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch, rejected: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "utilization", lambda device: (_ for _ in ()).throw(ModuleNotFoundError("pynvml")))
+    assert not asks_driver("auto", torch.device("cuda", 0))
+    assert "log.device: the use of cpu cannot be read" in rejected("train", *SMALL, "log.device=true").err
 
 
 def test_a_model_that_cannot_be_counted_is_a_mistake_if_asked_for_and_a_warning_if_not(

@@ -36,11 +36,12 @@ from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_lengt
 from runner.run.run_directory import RunDirectory
 from runner.run.saving import Saving, build_loggers, open_loggers
 from runner.run.step import build_step, slow_guard, steps_of
+from runner.runtime.hardware_metrics import HardwareMetrics
 from runner.runtime.shapes import COLUMNS, watching_shapes
 from runner.runtime.signals import StopSignals
 from runner.runtime.toggles import Compilation, forget_compiled, toggle
 from runner.tracking.console import SkippedSteps
-from runner.tracking.formats import WEIGHTS_STEP, aligned
+from runner.tracking.formats import WEIGHTS_STEP, aligned, metric
 from runner.tracking.loggers import MetricsBuffer
 
 
@@ -221,7 +222,8 @@ def _train(
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
-    ending.callback(_note_losses, directory, data, compiled, pictures)
+    ending.callback(pictures.draw)
+    ending.callback(_note_losses, directory, data, compiled, hardware_metrics)
     try:
         saving.begin(loop)
         with trial.memory_for_training(config), watching:
@@ -244,15 +246,20 @@ def _train(
     return state.best.value if state.best else None
 
 
-def _note_losses(directory: RunDirectory, data: DataModule, compiled: list[Compilation], pictures: Pictures) -> None:
-    """Draw what waits, close the data; note cost of compilation, samples that could not be read, and a busy machine."""
-    pictures.draw()
+def _note_losses(
+    directory: RunDirectory, data: DataModule, compiled: list[Compilation], hardware: HardwareMetrics
+) -> None:
+    """Close the data, and note what compilation cost, how many samples could not be read, and how busy device and machine were."""
     for report in compiled:
         directory.summary |= report.summary()
     data.close()
     if said := data.bad_samples.summary():
         directory.summary["skipped"] = len(data.bad_samples)
         directory.console.warn(said)
+    directory.summary |= hardware.summary()
+    if "device_busy" in directory.summary:
+        share = metric("device_busy", directory.summary["device_busy"])
+        directory.console.line(f"{share} during training, as its driver reports")
     for sentence in busy(directory.summary.get("cpu_wait")):
         directory.console.line(sentence, "yellow")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_masks import MODEL, draw
 from extras import PACKAGES, needs
 from safetensors.torch import load_file
 
@@ -19,9 +21,10 @@ from runner.checkpoint.file import read
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.data.sources.digits import digits
-from runner.lab import export as export_verb
+from runner.lab.export import formats as export_formats
 from runner.run import from_checkpoint as _checkpoint
 
+CPU = torch.device("cpu")
 CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
 NEEDED = PACKAGES["export"]
@@ -98,6 +101,66 @@ def test_preprocessing_goes_into_the_model_where_asked(export: Any, model: torch
     torch.testing.assert_close(loaded(digits()["train"].images[:9]), model(normalised(9)), rtol=1e-4, atol=1e-5)
 
 
+@with_packages
+def test_exported_files_and_8_bits_have_the_metrics_of_eval(
+    export: Any, json_of: Any, trained: Path, compose: Callable[..., Composition]
+) -> None:
+    import onnxruntime
+
+    splits = _checkpoint.resolve_checkpoint(compose(f"ckpt_path={trained}", verb="export"), Export).data(CPU)
+    for name, words in {"val": (), "test": ("split=test", "include_preprocessing=true")}.items():
+        record = export("format=onnx", "quantize=int8", *words)
+        assert (record["split"], list(record["metrics"])) == (name, ["model", "onnx", "onnx_int8"])
+        evaluated = json_of("eval", "threads=1", f"ckpt_path={trained}", f"split={name}")["metrics"]
+        assert record["metrics"]["model"] == pytest.approx(evaluated, abs=1e-5)
+        assert record["metrics"]["onnx"] == pytest.approx(evaluated, abs=1e-5)
+        assert record["metrics"]["onnx_int8"]["accuracy"] == pytest.approx(evaluated["accuracy"], abs=0.02)
+        # The file itself computes what the metrics say, and has 8 bits: it differs, by more than tolerance
+        differences = [row["max_rel"] for row in record["comparison"] if row["format"] == "onnx_int8"]
+        assert all(1e-5 < each < 0.1 for each in differences)
+        session = onnxruntime.InferenceSession(str(trained / "export" / "model.int8.onnx"))
+        right = total = 0
+        loader = _checkpoint.split_of(splits, name).loader
+        for batch in loader.batches(0, 0, math.ceil(loader.samples / loader.batch_size)):
+            images, targets = batch.data
+            if "include_preprocessing=true" in words:
+                images = ((images * 0.3761 + 0.3053) * 255).round().to(torch.uint8)
+            (outputs,) = session.run(None, {"images": images.numpy()})
+            right, total = right + int((torch.from_numpy(outputs).argmax(1) == targets).sum()), total + len(targets)
+        assert right / total == pytest.approx(record["metrics"]["onnx_int8"]["accuracy"])
+
+
+@pytest.mark.extended
+@with_packages
+def test_files_of_a_segmenter_are_evaluated_as_its_task_does(
+    train: Any, json_of: Any, own_module: Callable[..., Path], workdir: Path
+) -> None:
+    own_module("drawn_nets", MODEL)
+    draw(workdir / "shapes", void=True)
+    words = ("model=small_cnn", "~model.width", "~model.dropout", "model._target_=drawn_nets.Tiny", "epochs=1")
+    directory = train("experiment=segmentation", "data.root=shapes", "data.image_size=24", *words).directory
+    metrics = json_of(*CALL, f"ckpt_path={directory}", "format=onnx,torch_export", "quantize=int8")["metrics"]
+    evaluated = json_of("eval", "threads=1", f"ckpt_path={directory}", "split=val")["metrics"]
+    assert metrics["model"] == pytest.approx(evaluated, abs=1e-4)
+    assert metrics["onnx"] == metrics["torch_export"] == pytest.approx(evaluated, abs=1e-3)
+    assert metrics["onnx_int8"]["miou"] == pytest.approx(evaluated["miou"], abs=0.05)
+
+
+@with_packages
+def test_8_bits_that_cannot_be_written_are_a_sentence(
+    rejected: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr("onnxruntime.quantization.quantize_static", refuse)
+    result = rejected(*CALL, f"ckpt_path={trained}", "format=onnx", "quantize=int8")
+    assert "format: onnx_int8 cannot express this model: no such operator" in result.err
+    assert [path.name for path in (trained / "export").iterdir()] == ["model.onnx"]
+    without_onnx = rejected(*CALL, f"ckpt_path={trained}", "quantize=int8")
+    assert "quantize: needs an ONNX model" in without_onnx.err
+
+
 @pytest.mark.extended
 def test_a_model_that_was_trained_in_other_ways_is_exported_in_float32(train: Any, accepted: Any) -> None:
     words = ("epochs=1", "max_steps=2", "model=small_cnn", "model.width=4", "amp=bf16", "channels_last=true")
@@ -115,7 +178,7 @@ def test_what_does_not_agree_ends_with_status_1_and_a_sentence(
         path.write_bytes(b"")
         return lambda images: model(images) + 1e-3
 
-    monkeypatch.setitem(export_verb.FORMATS, "torch_export", ("model.pt2", wrong))
+    monkeypatch.setitem(export_formats.FORMATS, "torch_export", ("model.pt2", wrong))
     result = run(*CALL, f"ckpt_path={trained}")
     assert result.status == 1
     assert "torch_export differs from the model by 0.001" in result.err

@@ -51,7 +51,7 @@ _OF = {
         search.sampler search.trials search.pruner search.warmup search.reduction search.seeds search.jobs
         search.storage search.space
         max_restarts dist.timeout_s fsdp.reshard_after_forward dry_run
-        checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.curves
+        checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.device log.curves
         log.pictures
     """,
 }

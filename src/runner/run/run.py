@@ -24,7 +24,7 @@ from runner.run.finetune import InitialWeights
 from runner.run.metrics import Monitor, stops_early
 from runner.run.model import model_of
 from runner.runtime.device import choose_device, configure_torch, prepare_repeating
-from runner.runtime.hardware_metrics import HardwareMetrics, choose_hardware_metrics, kind_of
+from runner.runtime.hardware_metrics import HardwareMetrics, asks_driver, choose_hardware_metrics, kind_of
 from runner.runtime.precision import Precision, choose_precision
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import Task
@@ -129,12 +129,14 @@ class Run:
 
 
 def hardware_metrics_of(run: Run) -> HardwareMetrics:
-    """The figures about the machine that go into log lines of training, as `log.utilization` asks for them."""
+    """The figures about the machine that go into log lines of training, as `log.utilization` and `log.device` ask for them."""
     # Peaks are known in float32, and operations where a loss is computed from the outputs of the model
     counted = run.config.dtype == "float32" and run.data.pairs and isinstance(run.steps, Supervised)
     wanted = run.config.log.utilization if counted else False
     kind = kind_of(run.precision.dtype, run.device)
-    return choose_hardware_metrics(wanted, run.device, kind, lambda: training_flops(run), run.warnings)
+    found = choose_hardware_metrics(wanted, run.device, kind, lambda: training_flops(run), run.warnings)
+    found.ask_driver = asks_driver(run.config.log.device, run.device)
+    return found
 
 
 def training_flops(run: Run, position: Position | None = None, samples: int = 2) -> Flops:

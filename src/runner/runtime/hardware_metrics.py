@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -72,16 +73,39 @@ def listed_peak(name: str, kind: Kind) -> tuple[float, str] | None:
     return None
 
 
+def device_use(device: torch.device) -> dict[str, float]:
+    """What the driver says of an NVIDIA GPU, of all programs on it. Does not wait for the work that is queued.
+
+    Returns:
+        `device_busy`, the share of the last second or less in which a kernel ran; `device_memory_mib`, the memory in use;
+        `device_power_w`, the power drawn. Nothing where the driver does not answer.
+    """
+    try:
+        busy, power = torch.cuda.utilization(device) / 100, torch.cuda.power_draw(device) / 1000
+        return {
+            "device_busy": busy,
+            "device_memory_mib": torch.cuda.device_memory_used(device) / 2**20,
+            "device_power_w": power,
+        }
+    except (
+        Exception
+    ):  # nvidia-ml-py is not installed, or raises a class of its own: figures about a device never end a run
+        return {}
+
+
 @dataclass
 class HardwareMetrics:
-    """Peak memory, and how much of what the device could compute went into training."""
+    """Peak memory, how busy the device is, and how much of what it could compute went into training."""
 
     device: torch.device  # where training runs
     # Floating-point operations that training on one sample needs; None to leave utilisation out
     flops_of_sample: float | None = None
     peak: tuple[float, str] | None = None  # see `listed_peak`; None to leave utilisation out
+    ask_driver: bool = False  # for `device_use`
     _peak_mib: float = field(default=0.0, init=False)
     _looked: float = field(default=float("-inf"), init=False)
+    _use: dict[str, float] = field(default_factory=dict, init=False)
+    _busy: list[float] = field(default_factory=list, init=False)
 
     def rows(self) -> list[tuple[str, str, str]]:
         """The peak that utilisation is a share of, for people: (label, value, reason), or nothing."""
@@ -96,16 +120,22 @@ class HardwareMetrics:
         Returns:
             `peak_memory_mib`, of the process on the CPU, of tensors on CUDA; and `mfu`, the model FLOPs utilisation of
             Chowdhery et al. 2022: operations that the model needs, not those that checkpointing repeats, as a share of
-            the peak.
+            the peak; with `ask_driver` those of `device_use`.
         """
         now = time.monotonic()
         # Reading the peak takes time, so it may be up to a second old
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._peak_mib, self._looked = peak_memory(self.device).bytes / 2**20, now
-        figures = {"peak_memory_mib": self._peak_mib}
+            self._use = device_use(self.device) if self.ask_driver else {}
+            self._busy += [self._use["device_busy"]] if self._use else []
+        figures = {"peak_memory_mib": self._peak_mib, **self._use}
         if self.flops_of_sample is not None and self.peak is not None:
             figures["mfu"] = samples_per_s * self.flops_of_sample / self.peak[0]
         return figures
+
+    def summary(self) -> dict[str, float]:
+        """`device_busy`, the mean over the log lines; empty where the driver was not asked or did not answer."""
+        return {"device_busy": round(statistics.fmean(self._busy), 3)} if self._busy else {}
 
 
 def _in_words(flops: float) -> str:
@@ -140,6 +170,19 @@ def choose_hardware_metrics(
             raise UserError("log.utilization", reason, "log.utilization=false") from error
         warnings.append(no_effect + reason)
         return HardwareMetrics(device)
+
+
+def asks_driver(wanted: bool | Literal["auto"], device: torch.device) -> bool:
+    """Whether log lines have `device_use`, as `log.device` asks.
+
+    Raises:
+        UserError: with `true`, if there is no NVIDIA GPU, or its driver does not answer.
+    """
+    answers = bool(wanted) and device.type == "cuda" and bool(device_use(device))
+    if wanted is True and not answers:
+        reason = f"the use of {device.type} cannot be read: that needs an NVIDIA GPU and `pip install nvidia-ml-py`"
+        raise UserError("log.device", reason, "auto or false")
+    return answers
 
 
 def waited_for_core() -> float | None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 Line = list[tuple[str, str]]
 """Texts with their styles."""
 
-HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "mfu")
+HARDWARE_METRICS = ("data_wait", "peak_memory_mib", "device_busy", "device_memory_mib", "device_power_w", "mfu")
 """Training metrics about the machine, shown last and not drawn as learning curves."""
 
 WEIGHTS_STEP = "weights_step"
@@ -29,8 +29,8 @@ STATE_COLOURS = {
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what makes spreadsheets take the text of a cell for a formula
 _LONGEST_CELL = 1000  # characters; the whole column is padded to its longest cell
-_SHARES = {"data_wait", "mfu"}
-_UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%"}
+_SHARES = {"data_wait", "device_busy", "mfu"}
+_UNITS = {"ms": "ms", "s": "s", "bytes": "bytes", "mib": "MiB", "gib": "GiB", "percent": "%", "w": "W"}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Those of bidirectional text show what follows them in another order: a command would read as a different one.
 _BIDIRECTIONAL = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -90,7 +90,11 @@ def metric(name: str, value: float | None) -> str:
     if name.endswith("_per_s"):
         return f"{compact(math.nan if value is None else value)} {label(name)}"
     if name in HARDWARE_METRICS and value is not None:
-        return f"{name.replace('_', ' ')} {percent(value)}" if name in _SHARES else f"memory {value:,.0f} MiB"
+        words = name.removeprefix("peak_").replace("_", " ")
+        if name in _SHARES:
+            return f"{words} {percent(value)}"
+        words, _, unit = words.rpartition(" ")
+        return f"{words} {value:,.0f} {_UNITS[unit]}"
     if name == WEIGHTS_STEP and value is not None:
         return f"weights of step {value:.0f}"
     return f"{name} {number(value)}"

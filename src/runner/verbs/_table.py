@@ -115,7 +115,7 @@ _ENTRIES = (
     Verb(
         "export",
         "Write a checkpoint as safetensors, torch.export, ONNX or TorchScript, each compared with the model.",
-        "runner.lab.export",
+        "runner.lab.export.run",
         sweeps="exports",
         lists=("format",),
     ),

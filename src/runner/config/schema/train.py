@@ -55,6 +55,7 @@ class Log(Section):
     every_steps: Count | Literal["auto"] = "auto"
     progress: bool | Literal["auto"] = "auto"
     utilization: bool | Literal["auto"] = "auto"
+    device: bool | Literal["auto"] = "auto"
     curves: bool = True
     pictures: bool | Literal["auto"] = "auto"
 

@@ -81,6 +81,8 @@ class Export(Train):
     include_preprocessing: bool = False
     batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])
     tolerance: Annotated[float, Gt(0)] = 1e-5
+    split: Literal["train", "val", "test"] | None = None
+    quantize: Literal["int8"] | None = None
     output: str | None = None
 
 

@@ -1,0 +1,1 @@
+"""`export`: a checkpoint in other formats, compared with the model."""
