@@ -191,7 +191,9 @@ def _train(
         *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
-        *(pictures, *custom.values(), *also_call),
+        pictures,
+        *custom.values(),
+        *also_call,
         SkippedSteps(directory.path, console),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         RankBuffers(run, directory),
@@ -222,7 +224,7 @@ def _train(
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
-    ending.callback(pictures.draw)
+    ending.callback(pictures.close)
     ending.callback(_note_losses, directory, data, compiled, hardware_metrics)
     try:
         saving.begin(loop)

@@ -97,7 +97,8 @@ class Detection:
         numbers: list[int] = labels[kept].tolist()
         if not numbers:  # torchvision warns of images without a box
             return picture
-        names, colours = [str(classes[each - 1] if classes else each) for each in numbers], [*map(colour, numbers)]
+        named = dict(enumerate(classes, 1))
+        names, colours = [named.get(each, str(each)) for each in numbers], [*map(colour, numbers)]
         if "scores" in outputs:
             names = [f"{name} {score:.2f}" for name, score in zip(names, scores[kept].tolist(), strict=True)]
         if "masks" in outputs:

@@ -286,11 +286,18 @@ def image_grid(
     write_atomically(target, buffer.getvalue())
 
 
+def prepare_images() -> None:
+    """Import what `image_grid` uses: a process that is forked while a thread imports waits for it if it imports the same."""
+    from PIL import Image, ImageDraw, ImageFont, ImageOps  # noqa: F401
+
+    Image.preinit()
+
+
 def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:
-    """Lines for a target: its class, its two largest classes with their shares, or its first numbers."""
+    """Lines for a target on the CPU: its class, its two largest classes with their shares, or its first numbers."""
     if target.ndim == 0 and not target.is_floating_point() and classes:
-        return [classes[int(target)]]
-    values = target.float().flatten().tolist()
+        return [classes[int(target.numpy())]]
+    values = target.float().flatten().numpy().tolist()
     if not classes or target.shape != (len(classes),):
         return [", ".join(f"{value:.4g}" for value in values[:3])]
     largest = sorted(zip(values, classes, strict=True), key=lambda pair: -pair[0])[:2]

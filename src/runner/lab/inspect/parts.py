@@ -153,7 +153,7 @@ def inputs(seen: Inspection) -> dict[str, Any]:
     first = "" if images.shape[1] in (1, 3) else f", first of {images.shape[1]} channels"
     title = f"{amount(len(images), 'training sample')} as the model sees them, normalisation undone"
     title += f" ({shape_text(images.shape[1:])}{first})"
-    captions = [caption_of(target, seen.training.data.classes) for target in targets]
+    captions = [caption_of(target, seen.training.data.classes) for target in targets.cpu()]
     seen.grid(list(map(Tile, seen.pixels_of(images), captions)), "inputs", title)
     return {}
 
@@ -181,7 +181,7 @@ def features(seen: Inspection) -> dict[str, Any]:
     if flat or not drawn:
         why = f"no output of {flat or 'any layer'} can be seen as maps"
         seen.report.line(f"features: no picture, because {why}")
-    captions = [caption_of(target, data.classes)[:1] for target in batch.targets[:_ROWS]]
+    captions = [caption_of(target, data.classes)[:1] for target in batch.targets[:_ROWS].cpu()]
     pictures = list(map(Tile, seen.pixels_of(images), captions))
     for name, maps in drawn.items():
         spread = maps.transpose(0, 1).flatten(1).std(dim=1, correction=0)
