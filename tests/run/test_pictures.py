@@ -35,17 +35,22 @@ class Odd(Segmentation):
     def draw(self, sample, outputs):
         raise ValueError("there is no such colour")
 
+class Colourless(Segmentation):
+    def legend(self, classes):
+        return {"tall": "no such colour"}
+
 class Plain:
     def outputs(self, classes):
         return 3
     def training_step(self, modules, batch):
-        return self.evaluation_step(modules, batch)["loss"]
+        return torch.nn.functional.dropout(modules["model"](batch[0])).square().mean()
     def evaluation_step(self, modules, batch):
         logits = modules["model"](batch[0])
         return {"loss": logits.square().mean(), "outputs": logits.mean((1, 2, 3)), "targets": torch.zeros(len(logits))}
     def shown(self, values):
         return {"corner": 255 if values.ndim == 0 else 0}
     def draw(self, sample, outputs):
+        torch.rand(1)
         picture = sample[0][0].clone()
         picture[:, :3, :3] = outputs["corner"]
         return picture
@@ -64,7 +69,14 @@ class Step:
     def evaluation_step(self, modules, batch):
         return {"loss": self.training_step(modules, batch)}
 """
-PLAIN = ("epochs=2", "task._target_=own_tasks.Plain", "~task.ignore_index", "~task.aux_weight", "loss=none")
+PLAIN = (
+    "epochs=2",
+    "log.every_steps=1",
+    "task._target_=own_tasks.Plain",
+    "~task.ignore_index",
+    "~task.aux_weight",
+    "loss=none",
+)
 SIDE, GAP, LINE = 202, 10, 22  # pixels of a tile, between tiles, and of a line of text
 
 
@@ -158,13 +170,19 @@ def test_boxes_are_drawn_with_names_and_scores(
     assert not torch.equal(found, task.draw((image, None), objects, ["tall", "wide"]))
 
 
-def test_a_drawing_that_fails_warns_once_and_one_of_a_custom_task_is_shown(
-    train: Callable[..., Any], shapes: None
+@pytest.mark.parametrize("task", ["Odd", "Colourless"])
+def test_a_drawing_that_fails_in_the_task_or_in_the_thread_warns_once(
+    train: Callable[..., Any], shapes: None, task: str
 ) -> None:
-    failed = train(*SEGMENTATION, "epochs=2", "task._target_=own_tasks.Odd")
+    failed = train(*SEGMENTATION, "epochs=2", "log.every_steps=1", f"task._target_=own_tasks.{task}")
     assert failed.summary["status"] == "finished"
-    assert (failed.directory / "run.log").read_text().count("log.pictures") == 1
-    assert "there is no such colour" in (failed.directory / "run.log").read_text()
+    log = (failed.directory / "run.log").read_text()
+    assert log.count("log.pictures") == 1
+    assert "no such colour" in log
+    assert not list((failed.directory / "pictures").glob("*"))
+
+
+def test_a_custom_task_draws_and_its_random_numbers_change_no_bit(train: Callable[..., Any], shapes: None) -> None:
     words = (*SEGMENTATION, *PLAIN)
     found, without = (train(*words, f"log.pictures={each}") for each in ("auto", "false"))
     assert found.summary["weights_sha256"] == without.summary["weights_sha256"]

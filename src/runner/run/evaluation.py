@@ -206,13 +206,8 @@ class Predictions(nn.Module):
             if not hasattr(task, name.partition("(")[0]):
                 key = "pictures" if draws else "task"
                 raise UserError(key, f"{type(task).__name__} has no {name}", "a task that has it")
-        self._task, self._modules_of_task, self._config, self._draws, self._classes = (
-            task,
-            modules,
-            config,
-            draws,
-            classes,
-        )
+        self._task, self._modules_of_task, self._config = task, modules, config
+        self._draws, self._classes = draws, classes
 
     def forward(self, batch: Batch) -> list[dict[str, Any]]:
         """A dict for each sample of a batch."""

@@ -252,7 +252,7 @@ def image_grid(
     `legend` has pairs of a name and a colour, red, green and blue from 0 to 255. PIL draws this in a tenth of matplotlib's time.
     """
     import numpy as np
-    from PIL import Image, ImageDraw, ImageFont, ImageOps
+    from PIL import Image, ImageDraw, ImageFont
 
     columns = columns or min(8, max(min(4, len(tiles)), math.ceil(math.sqrt(len(tiles)))))
     columns = min(columns, len(tiles))
@@ -262,7 +262,7 @@ def image_grid(
     font = ImageFont.truetype(f"{folder}/mpl-data/fonts/ttf/DejaVuSans.ttf", 0.7 * line)
     titles = textwrap.wrap(title, max(24, round(columns * _TILE * 72 / (10 * 0.55))))
     top = gap + line * (len(titles) + math.ceil(len(legend) / columns)) + gap
-    high = round(side * min(2.0, max(tile.pixels.shape[0] / tile.pixels.shape[1] for tile in tiles)))
+    high = math.ceil(side * min(2.0, max(tile.pixels.shape[0] / tile.pixels.shape[1] for tile in tiles)))
     row, column = high + line * max(len(tile.lines) for tile in tiles) + 2 * gap, side + gap
     page = Image.new("RGB", (columns * column + gap, top + math.ceil(len(tiles) / columns) * row), "white")
     pen = ImageDraw.Draw(page)
@@ -276,8 +276,9 @@ def image_grid(
         left, above = gap + place % columns * column, top + place // columns * row
         whole = tile.pixels if tile.pixels.dtype == np.uint8 else np.nan_to_num(tile.pixels).clip(0.0, 1.0) * 255
         image = Image.fromarray(whole.round().astype(np.uint8)).convert("RGB")
-        small = image.width < side and image.height < high
-        image = ImageOps.contain(image, (side, high), Image.Resampling.NEAREST if small else Image.Resampling.LANCZOS)
+        scale = min(side / image.width, high / image.height)
+        size = max(1, round(scale * image.width)), max(1, round(scale * image.height))
+        image = image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.LANCZOS)
         page.paste(image, (left + (side - image.width) // 2, above + high - image.height))
         for number, (text, colour) in enumerate(zip(tile.lines, [*tile.colours, *["#222222"] * 9], strict=False)):
             pen.text((left + side / 2, above + high + number * line), fit(text, 20), colour, font, "ma")
@@ -288,7 +289,7 @@ def image_grid(
 
 def prepare_images() -> None:
     """Import what `image_grid` uses: a process that is forked while a thread imports waits for it if it imports the same."""
-    from PIL import Image, ImageDraw, ImageFont, ImageOps  # noqa: F401
+    from PIL import Image, ImageDraw, ImageFont  # noqa: F401
 
     Image.preinit()
 
