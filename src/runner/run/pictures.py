@@ -100,7 +100,7 @@ class Pictures:
             return
         # A task may draw random numbers
         with self._sheltered(), preserved_rng():
-            grids = [functools.partial(self._grid(*of), self._folder / f"{name}.png") for name, of in waiting.items()]
+            grids = [self._grid(name, *of) for name, of in waiting.items()]
             prepare_images()
             self._next = math.inf
             self._writer.start(functools.partial(self._write, grids, began))
@@ -120,7 +120,7 @@ class Pictures:
                 self._warn(f"log.pictures: nothing is drawn any more: {with_place(error)}")
             self._on = False
 
-    def _grid(self, title: str, kept: list[Any], rows: int) -> Callable[[Path], None]:
+    def _grid(self, name: str, title: str, kept: list[Any], rows: int) -> Callable[[], None]:
         """What writes a picture of samples, with their pairs of truth and prediction if the task shows these."""
         classes, tiles = self._run.data.classes, list[Tile]()
         task: Any = self._run.task
@@ -134,7 +134,7 @@ class Pictures:
                 tiles.append(self._with_captions(sample, *own))
         legend = [*task.legend(classes).items()] if hasattr(task, "legend") else []
         columns = 6 if len(tiles) > rows else None
-        return lambda target: image_grid(tiles, target, title, columns, legend)
+        return functools.partial(image_grid, tiles, self._folder / f"{name}.png", title, columns, legend)
 
     def _with_captions(self, sample: Any, target: Tensor | None = None, output: Tensor | None = None) -> Tile:
         """The image of a batch of one, or its first frame, with target and output, green or red if a class is right or wrong."""
