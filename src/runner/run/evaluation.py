@@ -195,11 +195,18 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
 class Predictions(nn.Module):
     """What a task gives for each sample of a batch, by name, on the CPU; with `draws` also a `picture`, uint8 (3, H, W).
 
-    `modules` are what `build_modules` returned. Raises `UserError` if the task lacks a method, or one gives something else.
+    `modules` are what `build_modules` returned, and `options` further arguments of its `predict_step`. Raises `UserError` if the
+    task lacks a method, or one gives something else.
     """
 
     def __init__(
-        self, config: Train, task: Any, modules: nn.Module, draws: bool = False, classes: Sequence[str] = ()
+        self,
+        config: Train,
+        task: Any,
+        modules: nn.Module,
+        draws: bool = False,
+        classes: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         super().__init__()
         for name in ("predict_step(modules, batch)", "draw(sample, outputs)")[: 1 + draws]:
@@ -207,14 +214,14 @@ class Predictions(nn.Module):
                 key = "pictures" if draws else "task"
                 raise UserError(key, f"{type(task).__name__} has no {name}", "a task that has it")
         self._task, self._modules_of_task, self._config = task, modules, config
-        self._draws, self._classes = draws, classes
+        self._draws, self._classes, self._options = draws, classes, options
 
     def forward(self, batch: Batch) -> list[dict[str, Any]]:
         """A dict for each sample of a batch."""
         count = len(batch.indices)
         modules = modules_of(self._modules_of_task)
         with explaining("task", "its predict_step cannot take a batch: "):
-            found = self._task.predict_step(modules, batch.data)
+            found = self._task.predict_step(modules, batch.data, **self._options)
         fields = tensors_moved(dict(found), "cpu") if isinstance(found, Mapping) else {"": found}
         for name, values in fields.items():
             shape = values.shape if isinstance(values, Tensor) else [len(values)] if isinstance(values, list) else []

@@ -34,6 +34,7 @@ class Detection:
 
     monitor = "val/map"
     mode: Literal["min", "max"] = "max"
+    formats = ("coco", "yolo")
 
     def __init__(self, num_classes: int, masks: bool = False) -> None:
         if num_classes < 1:

@@ -29,6 +29,7 @@ class Segmentation:
 
     monitor = "val/miou"
     mode: Literal["min", "max"] = "max"
+    formats = ("masks",)
     expected = "masks of class numbers from 0 on; data.dataset.values, where there is one, for other values"
 
     def __init__(self, num_classes: int, ignore_index: int = 255, aux_weight: float = 0.5) -> None:
@@ -104,9 +105,13 @@ class Segmentation:
         logits = _main(modules["model"](batch[0]))
         return {"loss": modules["loss"](logits, masks), "outputs": logits.argmax(1), "targets": masks}
 
-    def predict_step(self, modules: Mapping[str, nn.Module], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """The class of each pixel, uint8 (B, H, W)."""
-        return {"mask": _main(modules["model"](batch[0])).argmax(1).to(torch.uint8)}
+    def predict_step(self, modules: Mapping[str, nn.Module], batch: Any, threshold: float = 0.0) -> dict[str, Tensor]:
+        """The class of each pixel, uint8 (B, H, W), or `ignore_index` where its probability is below `threshold`."""
+        logits = _main(modules["model"](batch[0]))
+        mask = logits.argmax(1).to(torch.uint8)
+        if threshold:
+            mask[logits.float().softmax(1).amax(1) < threshold] = self.ignore_index
+        return {"mask": mask}
 
     def shown(self, values: Tensor) -> dict[str, Tensor]:
         """What `draw` takes, of classes (H, W)."""

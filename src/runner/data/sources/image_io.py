@@ -309,6 +309,12 @@ def _opened(
         yield opened
 
 
+def upright_size(path: Path | str, max_pixels: int = Data.max_pixels) -> tuple[int, int]:
+    """Height and width of the image of a file, as `read_image` gives it, with its errors; only the head of the file is read."""
+    with _opened(path, None, max_pixels) as opened:
+        return _upright(opened)[1:]
+
+
 def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tensor:
     """Crop a part of an image (C, H, W), uint8 or float, and resize it (bilinear, antialiased).
 
