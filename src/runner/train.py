@@ -88,9 +88,9 @@ def build_run(
     # Initial weights, which a checkpoint brings along, and what is frozen
     image = example_input(data)
     initial = set_initial_weights(config, model, data, image) if draws_weights else InitialWeights()
+    trial.try_adapters(config, tried, model, loss, data)
     freezing = freeze(config, model, image)
-    sharing = 1 if config.sync_batchnorm else world().size
-    trial.try_single_sample(tried, model, loss, data, freezing=freezing, epoch=length.plan, ranks=sharing)
+    trial.try_single_sample(config, tried, model, loss, data, freezing, length.plan)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds

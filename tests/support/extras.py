@@ -13,6 +13,7 @@ PACKAGES = {
     "detection": ("faster_coco_eval",),
     "export": ("onnx", "onnxscript", "onnxruntime"),
     "huggingface": ("datasets",),
+    "lora": ("peft",),
     "mlflow": ("mlflow", "sqlalchemy"),
     "parquet": ("pyarrow",),
     "ray": ("ray",),

@@ -26,6 +26,7 @@ _OF = {
     Change.REFUSED: """
         model task data.dataset data.image_size data.split.val data.split.test data.split.seed data.split.stratified
         data.split.folds data.split.fold data.split.group init init_from init_mismatch freeze unfreeze_at
+        adapters.rank adapters.alpha adapters.dropout adapters.modules adapters.trained
         optimizer._target_ optimizer.no_decay optimizer.lr_mult optimizer.layer_decay
     """,
     Change.REFUSED_INSIDE_EPOCH: """

@@ -16,7 +16,7 @@ from runner.base.durations import DURATION, seconds
 from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
-from runner.config.schema.train import Fsdp, Train
+from runner.config.schema.train import Adapters, Fsdp, Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
 from runner.config.untrusted import not_packages, packages_in
 
@@ -109,6 +109,8 @@ def _of_weights(config: Train) -> Broken:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
         yield "unfreeze_at", "has no effect, as freeze names nothing", "freeze=[...], or unfreeze_at=null"
+    if config.adapters.rank is None and config.adapters != Adapters():
+        yield "adapters", "has settings without effect, as adapters.rank is null", "adapters=lora"
     for key, freeze, moment in (("unfreeze_at", "all", config.unfreeze_at), ("freeze", config.freeze, None)):
         try:
             entries(freeze, moment)
@@ -210,6 +212,7 @@ def _of_samples(config: Train) -> Broken:
         ("data.cache", data.cache is not None, "null"),
         ("data.decode", data.decode == "device", "auto, pillow or torchcodec"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
+        ("adapters.trained", config.adapters.rank is not None and config.adapters.trained is None, "name patterns"),
         ("freeze", ALL_BUT_HEAD in str(freeze), "name patterns, or null"),
         ("compile", config.compile == "step", "true or false"),
     ):

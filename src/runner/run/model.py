@@ -25,7 +25,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 from runner.models.heads import replace_head
 from runner.optim.losses import CrossEntropy, Focal
-from runner.run.finetune import Modules, explaining, head_of
+from runner.run.finetune import Modules, adapt, explaining, head_of
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
@@ -180,6 +180,8 @@ def build_model(
         if head is not None:
             hidden = None if head == "none" else [] if isinstance(head, str) else head
             replace_head(model, head_of(model, image(), "model.head"), hidden, task.outputs(data.classes))
+        if not fetch_weights:  # weights that begin here are those of the model without adapters
+            adapt(config, model, image)
     return model
 
 

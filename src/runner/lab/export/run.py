@@ -35,7 +35,7 @@ from runner.lab.export.formats import (
     quantized,
 )
 from runner.run import from_checkpoint
-from runner.run.finetune import explaining
+from runner.run.finetune import explaining, merged
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
@@ -93,7 +93,7 @@ def run(composition: Composition) -> float:
     folder = output_folder(config.output, default, config.output_root, "exports")
     # Several batch sizes, because an export may fix the one that it was traced with
     batches = [{name: each[:size] for name, each in inputs.items()} for size in config.batch_sizes]
-    named = config.output is not None
+    named, plain = config.output is not None, merged(config, exported)
     formats = {name: FORMATS[name] for name in chosen}
     if measures:
         with contextlib.closing(Accuracy(resolved, config.split or "val", report)) as accuracy:
@@ -105,11 +105,11 @@ def run(composition: Composition) -> float:
 
                 formats[_INT8] = ("model.int8.onnx", quantize)
             files, compared, metrics = _write(
-                formats, exported, batches, folder, report, named=named, measure=accuracy.metrics
+                formats, exported, plain, batches, folder, report, named=named, measure=accuracy.metrics
             )
     else:
         files, compared, metrics = _write(
-            formats, exported, batches, folder, report, named=named, measure=lambda model: {}
+            formats, exported, plain, batches, folder, report, named=named, measure=lambda model: {}
         )
     record = _description(resolved, task, image, inputs, outputs)
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
@@ -143,6 +143,7 @@ def _noise(resolved: ResolvedCheckpoint[Export], image: DataFacts, samples: int)
 def _write(
     formats: Mapping[str, tuple[str, Writer]],
     model: nn.Module,
+    plain: nn.Module,
     batches: list[Inputs],
     folder: Path,
     report: Report,
@@ -150,7 +151,10 @@ def _write(
     named: bool,
     measure: Callable[[nn.Module], dict[str, float]],
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Write all formats, see `replacing` for `named`; gives the files by format, the rows of comparisons, the metrics by model."""
+    """Write `plain`, the model without adapters, in all formats, and compare with the model; see `replacing` for `named`.
+
+    Gives the files by format, the rows of comparisons, and the metrics by model.
+    """
     files, compared, metrics = dict[str, dict[str, Any]](), list[dict[str, Any]](), {"model": measure(model)}
     with report.counting("export", len(formats)) as begin:
         for name, (file_name, write) in formats.items():
@@ -160,7 +164,7 @@ def _write(
                 # Exporters can raise anything for a model that they cannot express
                 with blame("format", f"{name} cannot express this model", "another format", OSError), torch.no_grad():
                     example = {key: _repeated(each[:1], EXAMPLES) for key, each in batches[0].items()}
-                    loaded = write(model, example, path)
+                    loaded = write(plain, example, path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
