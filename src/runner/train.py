@@ -32,6 +32,7 @@ from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
+from runner.run.pictures import Pictures
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
@@ -194,7 +195,8 @@ def _train(
 
     # Ranks stop at the same step, whichever of them is asked to; a single process asks itself
     agreement = Agreement(world(), signals.asked, config.dist.timeout_s)
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm)
+    pictures = Pictures(run, directory.path / "pictures", console.warn)
+    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm, pictures.watched)
 
     # What is logged and saved
     data.bad_samples.open(console.warn)
@@ -212,8 +214,7 @@ def _train(
         *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
-        *custom.values(),
-        *also_call,
+        *(pictures, *custom.values(), *also_call),
         SkippedSteps(directory.path, console),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         RankBuffers(run, directory),
@@ -244,6 +245,7 @@ def _train(
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
+    ending.callback(pictures.close)
     ending.callback(_note_losses, directory, data, compiled, hardware_metrics)
     try:
         saving.begin(loop)

@@ -53,6 +53,7 @@ _OF = {
         search.storage search.space
         max_restarts dist.timeout_s fsdp.reshard_after_forward dry_run
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.device log.curves
+        log.pictures
     """,
 }
 CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}

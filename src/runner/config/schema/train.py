@@ -68,6 +68,7 @@ class Log(Section):
     utilization: bool | Literal["auto"] = "auto"
     device: bool | Literal["auto"] = "auto"
     curves: bool = True
+    pictures: bool | Literal["auto"] = "auto"
 
 
 class Watch(Section):

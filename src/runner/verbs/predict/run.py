@@ -213,7 +213,7 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: to
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
         options = {"threshold": config.threshold} if config.format == "masks" and config.threshold else {}
-        predictor = Predictor(made := Predictions(config, task, modules, config.pictures, **options), made)
+        predictor = Predictor(made := Predictions(config, task, modules, config.pictures, (), **options), made)
         if config.format != "table":
             files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
             transforms = callables("transform.sample_eval", config.transform.sample_eval)
