@@ -49,7 +49,7 @@ _KEYS_OF_PAGES = {
     "logging": "logger log",
     "checkpoints": "checkpoint resume ckpt_path",
     "averaging": "averaging ema swa",
-    "howto/fine-tuning": "init init_from init_mismatch freeze unfreeze_at",
+    "howto/fine-tuning": "init init_from init_mismatch freeze unfreeze_at adapters",
     "scale": "devices strategy dist fsdp dry_run max_restarts dtype sync_batchnorm",
     "toggles": "amp channels_last compile compiler activation_checkpointing cudnn_benchmark tf32 matmul_precision",
     "howto/debug": "on_nonfinite watch detect_anomaly post_mortem limit",

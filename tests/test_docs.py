@@ -99,6 +99,10 @@ def workplaces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
                 file.write_text(body)
         (folder / "my_package").mkdir(exist_ok=True)
         (folder / "my_package" / "__init__.py").touch()
+        for kind in ("images", "masks"):
+            (folder / "my_masks" / kind).mkdir(parents=True)
+        (folder / "my_boxes").mkdir(exist_ok=True)
+        (folder / "my_boxes" / "data.yaml").write_text("names: [cup, plate]\n")
         (folder / "untrusted.safetensors").write_text("not a checkpoint\n")
         found[name] = folder
         runs_that_ended_early.lay_down(folder / "outputs" / "digits")

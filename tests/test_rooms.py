@@ -203,24 +203,24 @@ def test_the_eight_files_to_read_first_are_short() -> None:
 
 
 BUDGET = {
-    ".": 835,
+    ".": 868,
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_398,
-    "config": 3_735,
-    "data": 8_017,  # boxes, outlines and names of all readers are checked alike
+    "config": 3_895,
+    "data": 8_198,  # boxes, outlines and names of all readers are checked alike
     "distributed": 706,
-    "engine": 3_011,  # with the step of ranks, which was in distributed
+    "engine": 3_014,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_283,
+    "lab": 6_294,
     "launch": 968,
-    "models": 1_302,
+    "models": 1_610,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
-    "run": 3_974,
+    "run": 4_426,
     "runtime": 1_357,
-    "sweeps": 1_835,
-    "tasks": 794,
-    "tracking": 1_943,
-    "verbs": 2_440,
+    "sweeps": 1_837,
+    "tasks": 837,
+    "tracking": 1_986,
+    "verbs": 2_595,
 }
 """The most lines of each folder, `.` for the files beside them. A larger number needs its reason in the commit."""
 

@@ -4,6 +4,9 @@ import gc
 import io
 import os
 import sys
+import time
+
+import runner
 
 
 class _Display(io.FileIO):
@@ -45,7 +48,7 @@ def _displays() -> list[_Display]:
 
 def main() -> int:
     """Run one command; Ctrl-C while its modules are imported ends it with a word, too."""
-    output, _ = _displays()
+    runner.began, (output, _) = time.time(), _displays()
     try:
         from runner import cli
 

@@ -29,6 +29,7 @@ from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
 from runner.config.task_file import with_task_file
 from runner.data.module import callables
+from runner.data.sources.bands import check_kind
 from runner.data.sources.image_files import ImageFiles
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
@@ -94,8 +95,11 @@ class Preprocess:
 
     def batch(self, sources: Sequence[Path | Image.Image]) -> Tensor:
         """The same for files, or images in memory."""
-        pixels = torch.stack([self._files.read(source) for source in sources])
-        return prepared(self._pipeline, pixels.to(self._device))
+        images = [self._files.read(source) for source in sources]
+        for source, image in zip(sources, images, strict=True):
+            name = source if isinstance(source, Path) else "in memory"
+            check_kind(name, image, "auto", images[0].dtype)  # a stack would turn bytes into floats up to 255
+        return prepared(self._pipeline, torch.stack(images).to(self._device))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from runner.base.errors import DataFailed
@@ -24,12 +25,14 @@ from runner.engine.loop import Loop
 from runner.engine.plan import Position
 from runner.instrument.no_trace import SavedAttributes, preserved_buffers
 from runner.run import trial
+from runner.run.budget import Clock, fix_steps
 from runner.run.describe import show_run, start_progress
 from runner.run.evaluation import Evaluator, Samples
 from runner.run.finetune import InitialWeights, freeze, set_initial_weights
 from runner.run.metrics import build_callbacks, check_metrics, choose_monitor
 from runner.run.model import build_task_model_loss, example_input, model_of, place
 from runner.run.optimizer import build_state
+from runner.run.pictures import Pictures
 from runner.run.ranks import RankBuffers, check_same, shard_model, synchronize_norms, uneven_loss
 from runner.run.run import Run, choose_hardware, hardware_metrics_of, plan_length, validate_limits
 from runner.run.run_directory import RunDirectory
@@ -87,9 +90,9 @@ def build_run(
     # Initial weights, which a checkpoint brings along, and what is frozen
     image = example_input(data)
     initial = set_initial_weights(config, model, data, image) if draws_weights else InitialWeights()
+    trial.try_adapters(config, tried, model, loss, data)
     freezing = freeze(config, model, image)
-    sharing = 1 if config.sync_batchnorm else world().size
-    trial.try_single_sample(tried, model, loss, data, freezing=freezing, epoch=length.plan, ranks=sharing)
+    trial.try_single_sample(config, tried, model, loss, data, freezing=freezing, epoch=length.plan)
 
     # Activation checkpointing and compilation
     with preserved_buffers(model, loss):  # also of modules that the task adds
@@ -143,11 +146,12 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
     with contextlib.ExitStack() as ending:
         try:
             start = resume.made_of(found, "position", Position) if found else None
-            # Variants that another run in this process compiled would count against torch's limit
-            if config.compile:
-                forget_compiled()
             # A config from a checkpoint must not choose a folder that is written to: it only opens a cache there
-            run = build_run(config, start, make_cache=may_write_cache(config, directory.composition.values))
+            make_cache = may_write_cache(config, directory.composition.values)
+            build = functools.partial(_build, start=start, make_cache=make_cache)
+            config, rows = fix_steps(config, directory, signals, functools.partial(_rehearse, build))
+            run = build(config)
+            run.data.choices.extend(rows)
             ending.callback(run.data.close)
             # Cheap checks that need the finished run; ranks that disagree end here and not in a hanging collective call
             run.warnings += validate_limits(run)
@@ -163,6 +167,26 @@ def train(directory: RunDirectory, signals: StopSignals, also_call: Sequence[Any
     return best
 
 
+def _build(config: Train, start: Position | None, make_cache: bool) -> Run:
+    """Build a run once nothing is left of those that were measured: they are full of cycles, and it needs their memory."""
+    if config.budget is not None:
+        gc.collect()
+    # Variants that another run in this process compiled would count against torch's limit
+    if config.compile:
+        forget_compiled()
+    return build_run(config, start, make_cache=make_cache)
+
+
+def _rehearse(build: Callable[[Train], Run], config: Train, directory: RunDirectory, clock: Clock) -> Run:
+    """Build a run, and train it to its end, as the one that counts will be; see `fix_steps`."""
+    run = build(config)
+    with contextlib.closing(run.data), contextlib.ExitStack() as ending:
+        _train(run, directory, clock, ending, [clock])
+    if world().first:
+        directory.draw_curves(config.log.curves)
+    return run
+
+
 def _train(
     run: Run, directory: RunDirectory, signals: StopSignals, ending: contextlib.ExitStack, also_call: Sequence[Any]
 ) -> float | None:
@@ -171,7 +195,8 @@ def _train(
 
     # Ranks stop at the same step, whichever of them is asked to; a single process asks itself
     agreement = Agreement(world(), signals.asked, config.dist.timeout_s)
-    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm)
+    pictures = Pictures(run, directory.path / "pictures", console.warn)
+    evaluator = Evaluator(run, console.warn, lambda: bool(signals.asked()), agreement.confirm, pictures.watched)
 
     # What is logged and saved
     data.bad_samples.open(console.warn)
@@ -189,8 +214,7 @@ def _train(
         *([Samples(run, loggers)] if getattr(run.task, "sample", None) else []),
         *compiled,
         Progress(console.advance),
-        *custom.values(),
-        *also_call,
+        *(pictures, *custom.values(), *also_call),
         SkippedSteps(directory.path, console),
         Log(config.log.every_steps, [buffer], hardware_metrics, console.warn),
         RankBuffers(run, directory),
@@ -221,6 +245,7 @@ def _train(
     ending.enter_context(saving)
     ending.callback(console.stop)
     ending.callback(buffer.empty)
+    ending.callback(pictures.close)
     ending.callback(_note_losses, directory, data, compiled, hardware_metrics)
     try:
         saving.begin(loop)

@@ -108,7 +108,8 @@ def values_in_files(verb: str) -> dict[str, Any]:
     for name in ("defaults", "hydra"):
         whole.pop(name, None)
     resolved: Any = OmegaConf.to_container(OmegaConf.create(whole), resolve=True)
-    resolved["data"] = yaml.safe_load((shipped() / "data" / "_base.yaml").read_text())
+    for group in ("adapters", "data"):
+        resolved[group] = yaml.safe_load((shipped() / group / "_base.yaml").read_text())
     resolved["transform"] = yaml.safe_load((shipped() / "transform" / "none.yaml").read_text())
     for group in ("callbacks", "logger"):
         resolved[group] = yaml.safe_load((shipped() / group / "none.yaml").read_text())

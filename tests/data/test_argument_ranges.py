@@ -52,7 +52,7 @@ DIFFERENT = "two or more different digits from 0 to 9"
         (resized_crop.RandomResizedCrop, {"ratio": [2.0, 1.0]}, "^ratio must be two numbers above 0"),
         (resized_crop.RandomResizedCrop, {"ratio": [0.0, 1.0]}, "^ratio must be two numbers above 0"),
         (Decoding, {"image_size": 0}, "image_size"),
-        (Decoding, {"channels": 2}, "channels"),
+        (Decoding, {"channels": 17}, "channels"),
         (Decoding, {"crop_share": 0.0}, "crop_share"),
         (Decoding, {"crop_share": 1.1}, "crop_share"),
         (synthetic, {"samples": 0}, "samples"),

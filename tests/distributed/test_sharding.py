@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from extended import some
+from extras import needs
 from safetensors.torch import load_file
 
 from scale_equality import LAYOUTS
@@ -107,6 +108,22 @@ def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Any, tmp_pat
 )
 def test_divided_weights_train_as_whole_ones(runs: Any, words: tuple[str, ...], ranks: tuple[str, ...]) -> None:
     assert_same(runs(*words, *ranks), runs(*words))
+
+
+@needs("lora")
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_adapters_train_as_in_one_process(runs: Any, strategy: str) -> None:
+    words = (*VIT, "adapters=lora", "adapters.modules=[*]", "adapters.rank=2", "ema=0.9", "grad_clip.norm=0.5")
+    two = runs(*words, "devices=2", f"strategy={strategy}")
+    one = runs(*words)
+    for ours, theirs in zip(*([run.last["model"], run.last["averaged"]["weights"]] for run in (two, one)), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-10, atol=1e-12)
+    inside = two.directory / "checkpoints" / "step_0000000003.safetensors"
+    resumed = runs(*words, "devices=2", f"strategy={strategy}", f"ckpt_path={inside}")
+    assert resumed.summary["weights_sha256"] == two.summary["weights_sha256"]
 
 
 @pytest.mark.slow

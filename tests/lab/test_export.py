@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_masks import MODEL, draw
 from extras import PACKAGES, needs
 from safetensors.torch import load_file
 
@@ -129,8 +130,35 @@ def test_exported_files_and_8_bits_have_the_metrics_of_eval(
         assert right / total == pytest.approx(record["metrics"]["onnx_int8"]["accuracy"])
 
 
-def test_8_bits_need_onnx_and_a_split_needs_images_and_targets(rejected: Any, trained: Path) -> None:
-    assert "quantize: needs an ONNX model" in rejected(*CALL, f"ckpt_path={trained}", "quantize=int8").err
+@pytest.mark.extended
+@with_packages
+def test_files_of_a_segmenter_are_evaluated_as_its_task_does(
+    train: Any, json_of: Any, own_module: Callable[..., Path], workdir: Path
+) -> None:
+    own_module("drawn_nets", MODEL)
+    draw(workdir / "shapes", void=True)
+    words = ("model=small_cnn", "~model.width", "~model.dropout", "model._target_=drawn_nets.Tiny", "epochs=1")
+    directory = train("experiment=segmentation", "data.root=shapes", "data.image_size=24", *words).directory
+    metrics = json_of(*CALL, f"ckpt_path={directory}", "format=onnx,torch_export", "quantize=int8")["metrics"]
+    evaluated = json_of("eval", "threads=1", f"ckpt_path={directory}", "split=val")["metrics"]
+    assert metrics["model"] == pytest.approx(evaluated, abs=1e-4)
+    assert metrics["onnx"] == metrics["torch_export"] == pytest.approx(evaluated, abs=1e-3)
+    assert metrics["onnx_int8"]["miou"] == pytest.approx(evaluated["miou"], abs=0.05)
+
+
+@with_packages
+def test_8_bits_that_cannot_be_written_are_a_sentence(
+    rejected: Any, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no such operator")
+
+    monkeypatch.setattr("onnxruntime.quantization.quantize_static", refuse)
+    result = rejected(*CALL, f"ckpt_path={trained}", "format=onnx", "quantize=int8")
+    assert "format: onnx_int8 cannot express this model: no such operator" in result.err
+    assert [path.name for path in (trained / "export").iterdir()] == ["model.onnx"]
+    without_onnx = rejected(*CALL, f"ckpt_path={trained}", "quantize=int8")
+    assert "quantize: needs an ONNX model" in without_onnx.err
 
 
 @pytest.mark.extended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,39 @@ def test_boxes_are_those_of_the_image_whatever_its_size(size: int | None, monkey
         assert seen[1]["pixel_mask"].sum((1, 2)).tolist() == [64 * 80, 70 * 64]
 
 
-def test_weights_of_a_folder_are_used_where_they_fit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "options"), some(FAMILIES, 1, 2, several=True))
+def test_float64_trains_or_is_refused(name: str, options: dict[str, Any]) -> None:
+    model, (images, targets) = detector(name, 4, size=64, options=options).double(), batch()
+    images = [image.double() for image in images]
+    if name in ("d_fine", "detr"):
+        with pytest.raises(UserError, match="float32") as caught:
+            model(images, targets)
+        assert caught.value.problems[0].key == "dtype"
+    else:
+        assert {loss.dtype for loss in model(images, targets).values()} == {torch.float64}
+    assert len(model.eval()(images)) == 2
+
+
+def test_weights_of_a_folder_are_used_where_they_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     trained = detector("rt_detr_v2", 4, options=RT_DETR)
     trained.net.save_pretrained(tmp_path / "model")  # type: ignore[union-attr,operator]
     folder = str(tmp_path / "model")
     known = trained.state_dict()
     for same in (detector("rt_detr_v2", 4, folder), detector(folder, 4, folder)):
         assert all(value.equal(known[key]) for key, value in same.state_dict().items())
+    assert caplog.text == ""
     other = detector("rt_detr_v2", 7, folder, options={"num_denoising": 4}).state_dict()
+    assert re.search(r"model: 7 tensors start from random values: model\.\w*class_embed", caplog.text)
+    assert capfd.readouterr().err == ""  # neither a bar nor a report of transformers
     different = {key for key, value in other.items() if value.shape != known[key].shape}
     assert {key.split(".")[-2] for key in different} <= {"0", "1", "enc_score_head", "denoising_class_embed"}
     assert all(value.equal(known[key]) for key, value in other.items() if key not in different)
+    (tmp_path / "model/model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(UserError, match="SafetensorError") as caught:
+        detector("rt_detr_v2", 4, folder)
+    assert caught.value.problems[0].key == "model.weights"
     # The same structure for a checkpoint, without the file of the weights
     (tmp_path / "model/model.safetensors").unlink()
     empty = detector("rt_detr_v2", 7, folder, fetch_weights=False).state_dict()
@@ -155,7 +178,7 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest
         detector("rt_detr_v2", 4)
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_drawn_boxes_are_found_after_200_steps(
     train: Callable[..., Any], json_of: Any, accepted: Any, drawn: Path
 ) -> None:

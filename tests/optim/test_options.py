@@ -25,15 +25,17 @@ FACTS: dict[str, Any] = {
     "steps_per_epoch": 10,
     "mode": "min",
 }
-_OF_EXTRAS = {"timm": "timm", "smp": "smp", "transformers_detection": "transformers"}
+_OF_EXTRAS = {
+    "timm": "timm",
+    "smp": "smp",
+    "transformers_detection": "transformers",
+    "transformers_segmentation": "transformers",
+}
 _PARAMETERS = [
     pytest.param(
         path,
-        marks=[needs(_OF_EXTRAS[path.stem])]
-        if path.stem in _OF_EXTRAS
-        else [MARK]
-        if path.stem == "torchvision_detection"
-        else [],
+        marks=([needs(_OF_EXTRAS[path.stem])] if path.stem in _OF_EXTRAS else [])
+        + ([MARK] if path.stem.endswith("_detection") else []),
         id=f"{path.parent.name}/{path.stem}",
     )
     for path in FILES
@@ -73,7 +75,7 @@ def test_an_option_file_builds_what_it_names(path: Path) -> None:
         found = build(**options).eval()(torch.rand(2, 3, 32, 32))
         if path.stem.endswith("_detection"):
             assert [{"boxes", "labels", "scores"} - each.keys() for each in found] == [set(), set()]
-        elif path.stem in ("smp", "torchvision_segmentation"):
+        elif path.stem in ("smp", "torchvision_segmentation", "transformers_segmentation"):
             assert (found["out"] if isinstance(found, dict) else found).shape == (2, 4, 32, 32)
         else:
             assert found.shape == (2, 4)

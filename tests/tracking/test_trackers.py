@@ -199,7 +199,7 @@ def test_a_preempted_run_continues_the_run_of_mlflow_and_of_an_offline_wandb(bom
     assert len(set(folders)) == 1, "wandb sync uploads both files into one run"
     assert (found.info.status, found.data.tags["mine"], found.data.params["epochs"]) == ("FINISHED", "true", "3")
     names = {artifact.path for artifact in store.list_artifacts(found.info.run_id)}
-    assert names == {"config.yaml", "overrides.yaml", "environment.json", "summary.json", "run.log"}
+    assert names == {"config.yaml", "overrides.yaml", "environment.json", "summary.json", "run.log", "pictures"}
 
 
 def _tracked(directory: Path, steps: range, config: str = "name: mine\nepochs: 3\n") -> MLflow:

@@ -24,8 +24,9 @@ class Change(Enum):
 
 _OF = {
     Change.REFUSED: """
-        model task data.dataset data.image_size data.split.val data.split.test data.split.seed data.split.stratified
+        budget model task data.dataset data.image_size data.split.val data.split.test data.split.seed data.split.stratified
         data.split.folds data.split.fold data.split.group init init_from init_mismatch freeze unfreeze_at
+        adapters.rank adapters.alpha adapters.dropout adapters.modules adapters.trained
         optimizer._target_ optimizer.no_decay optimizer.lr_mult optimizer.layer_decay
     """,
     Change.REFUSED_INSIDE_EPOCH: """
@@ -52,6 +53,7 @@ _OF = {
         search.storage search.space
         max_restarts dist.timeout_s fsdp.reshard_after_forward dry_run
         checkpoint.min_seconds checkpoint.keep checkpoint.async log.every_steps log.progress log.utilization log.device log.curves
+        log.pictures
     """,
 }
 CHANGES = {key: change for change, keys in _OF.items() for key in keys.split()}

@@ -29,6 +29,7 @@ class Composition:
     overrides: list[str] = field(default_factory=list)  # canonical ones of the first job, without those of `hydra.*`
     values: dict[str, Any] = field(default_factory=dict)  # plain containers, interpolations resolved
     group_choices: dict[str, str] = field(default_factory=dict)
+    data_found: str = ""  # what the path of `data=PATH` is, and what is selected for it; empty for a named option
     hydra: dict[str, tuple[str, Any]] = field(default_factory=dict)  # name and settings of `launcher` and `sweeper`
     run_dir: Path | None = None  # folder that `hydra.run.dir` names
     job_dir: Path | None = None  # folder that a sweep gives to this job

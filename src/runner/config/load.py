@@ -25,6 +25,7 @@ from runner.base.errors import ConfigError, Problem, UserError, nearest
 from runner.config import keys, overrides
 from runner.config.app import REFUSALS, application, as_problem, merged_once, show
 from runner.config.composition import Composition
+from runner.config.data_path import written_out
 from runner.config.keys import key_of, says, to_plain, with_changes, within
 from runner.config.output_folders import in_sweep, not_folders
 from runner.config.overrides import CheckedOverrides, check_overrides, parse_flags
@@ -41,6 +42,7 @@ T = TypeVar("T", bound=Train)
 
 PREPARATION = ("image_size", "normalize")
 """Keys of `data` that trained weights of a model can ask for."""
+_WITH_DATA = ("task", "model", "transform")  # groups that `data=PATH` may select too
 _IMAGENET = [0.485, 0.456, 0.406]  # mean of each channel
 
 
@@ -82,7 +84,7 @@ def opened(verb: str, argv: Sequence[str], imports: bool = False) -> Iterator[Co
         # Flags that only show something go to Hydra, once the overrides are known to be right
         if checked.problems:
             raise ConfigError(checked.explained())
-        show(flags, command.primary, checked.accepted)
+        show(flags, command.primary, written_out(checked.accepted, sources)[0])
         yield None
 
 
@@ -119,11 +121,11 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         raise ConfigError([Problem("--config-name", message, ", ".join(names), close)])
     # A sweep is checked by its first job before a folder is made.
     words, names = overrides.first_of_sweeps(checked.accepted), list(keys.flatten(command.values))
-    canonical = [word.lstrip("+") for word in words if not keys.is_of_hydra(word)]
-    job = dataclasses.replace(command, accepted=checked.accepted, overrides=canonical, values={}, group_choices={})
+    job = dataclasses.replace(command, accepted=checked.accepted, values={}, group_choices={})
     # Problems are collected, so that one start shows all of them
     failure = list[Problem]()
     try:
+        words, found = written_out(words, command.sources)
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
@@ -135,15 +137,17 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         is_sweep = command.is_sweep or str(cfg.hydra.mode or "").endswith("MULTIRUN")
         job = dataclasses.replace(
             job,
+            overrides=[word.lstrip("+") for word in words if not keys.is_of_hydra(word)],
             group_choices={group: name for group, name in choices.items() if "hydra/" not in group},
             is_sweep=is_sweep,
             run_dir=Path(cfg.hydra.run.dir) if cfg.hydra.run.dir != "." else None,
+            data_found=found and " ".join([found, *(f"{each}={choices.get(each, 'null')}" for each in _WITH_DATA)]),
         )
         job = dataclasses.replace(job, values=_plain(cfg))
         if is_sweep and not command.hydra:  # a single run has no use for them, and jobs have those of their command
             parts = {kind: OmegaConf.to_container(cfg.hydra[kind], resolve=True) for kind in ("launcher", "sweeper")}
             job = dataclasses.replace(job, hydra={kind: (choices[f"hydra/{kind}"], parts[kind]) for kind in parts})
-    except ConfigError as error:
+    except UserError as error:
         failure = list(error.problems)
     except REFUSALS as error:
         failure = [as_problem(error, names)]
@@ -202,7 +206,8 @@ def problems_in(
     """
     config, problems = typed(schema, values)
     if config is not None:
-        problems += [*conflicts(config), *two_rates(values, composition.overrides)]
+        words = composition.overrides
+        problems += [*conflicts(config), *two_rates(values, words), *two_lengths(values, words, where)]
         # `lr` is short for `optimizer.lr`, and from here on only the long form exists
         if isinstance(config.lr, float):
             config = with_changes(config, {"optimizer.lr": config.lr, "lr": None})
@@ -246,6 +251,15 @@ def two_rates(values: dict[str, Any], words: Sequence[str]) -> list[Problem]:
     if values.get("lr") is None or named.get("lr", "null") == "null" or "optimizer.lr" not in named:
         return []
     return [Problem("lr", f"is {named['lr']}, and optimizer.lr is given too", "one of them")]
+
+
+def two_lengths(values: dict[str, Any], words: Sequence[str], where: str) -> list[Problem]:
+    """A problem if the command line gives a length beside `budget`; that of a file from `where` has had its effect."""
+    if values.get("budget") is None or (where and not says("budget", words)):
+        return []
+    given = [key for key in ("epochs", "max_steps") if values.get(key) is not None and says(key, words)]
+    problem = "and budget determines the number of steps"
+    return [Problem(key, f"is {values[key]}, {problem}", "one of them") for key in given]
 
 
 def statistics_of_others(config: Train, composition: Composition) -> list[Problem]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 
-from runner.base.errors import Problem, UserError, nearest
+from runner.base.errors import Problem, UserError, nearest, nearest_path
 from runner.config import keys
 from runner.config.gone import explained
 from runner.config.sources import Sources
@@ -171,18 +172,23 @@ def _problem(
         return None
     if override.is_delete() or isinstance(value, Glob):
         return None
-    if several:
-        names = [str(each).strip("'\"") for each in override.sweep_string_iterator()]
-    else:
-        names = ["null" if each is None else str(each) for each in (value if isinstance(value, list) else [value])]
+    given = override.sweep_iterator() if several else value if isinstance(value, list) else [value]
+    names = ["null" if each is None else str(getattr(each, "text", each)) for each in given]  # a quoted one has a text
     for name in names:
-        if name not in options and name not in ("null", "") and not name.startswith("_"):
+        known = name in ("null", "", *options) or name.startswith("_")
+        if not (known or (key == "data" and is_path(name))):
             return explained(_no_option(key, name, options), name)
     # Selecting none and others at once contradicts itself
     if "none" in names and len(names) > 1 and not several:
         others = ",".join(name for name in names if name != "none")
         return Problem(key, "cannot be none and others at once", f"{key}=none, or {key}=[{others}]")
     return None
+
+
+def is_path(name: str) -> bool:
+    """Tell whether a value of `data=` that is not an option, or a part of one, is an existing file or folder."""
+    path = os.path.expanduser(name)  # noqa: PTH111  Path.exists raises for a long text
+    return os.path.exists(path) and not name.startswith("_")  # noqa: PTH110
 
 
 def _no_option(group: str, name: str, options: list[str]) -> Problem:
@@ -192,8 +198,8 @@ def _no_option(group: str, name: str, options: list[str]) -> Problem:
     meant = keys.value_meant(group, name) or nearest(bare, options)
     if (words := keys.by_class(group, name)) and not (meant and group == "model"):
         allowed = f"{allowed}; {words} for a class"
-    if group == "data" and ("/" in name or Path(name).is_dir()):
-        meant = f"data=image_folder data.root={name}"
+    if group == "data" and "/" in name:
+        message, meant = f"{message}, and there is no such file or folder", meant or nearest_path(Path(name))
     return Problem(group, message, allowed, meant)
 
 

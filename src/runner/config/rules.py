@@ -16,7 +16,7 @@ from runner.base.durations import DURATION, seconds
 from runner.base.errors import Problem
 from runner.config import keys
 from runner.config.schema.sections import ADJUSTMENTS, TEST_SHARE, components_of
-from runner.config.schema.train import Fsdp, Train
+from runner.config.schema.train import Adapters, Fsdp, Train
 from runner.config.schema.verbs import FEATURE_FILES, Audit, Bench, Export, FindLr, Inspect, Pack
 from runner.config.untrusted import not_packages, packages_in
 
@@ -41,7 +41,8 @@ def conflicts(config: Train) -> list[Problem]:
 
 def _of_length(config: Train) -> Broken:
     """The length of a run, and its name."""
-    if config.epochs is None and config.max_steps is None:
+    measured = config.budget is not None and type(config) is Train
+    if config.epochs is None and config.max_steps is None and not measured:
         yield "epochs", "is null and so is max_steps, so the run would never end", "set epochs=30 or max_steps=10000"
     optimizers = components_of("optimizer", config.optimizer)
     if "optimizer" not in optimizers and (config.lr is not None or type(config) is FindLr):
@@ -49,11 +50,11 @@ def _of_length(config: Train) -> Broken:
         yield "lr", message, f"null, and {', '.join(f'{key}.lr' for key in optimizers)}"
     if config.dry_run and type(config) is not Train:
         yield "dry_run", "is true, which is for train: it builds a run and tries one step", "false, or the verb train"
-    if config.max_time is not None:
+    for key, time in (("max_time", config.max_time), ("budget", config.budget)):
         try:
-            seconds(config.max_time)
+            seconds(time or "1")
         except ValueError:
-            yield "max_time", f"cannot be {config.max_time}", f"{DURATION}, or null"
+            yield key, f"cannot be {time}", f"{DURATION}, or null"
     parts = config.name.split("/")
     if any(part in ("", ".", "..") or part.startswith("~") for part in parts) or set("=,") & set(config.name):
         yield "name", f"'{config.name}' cannot be a folder name", "letters, digits, - _ . and / between folders"
@@ -109,6 +110,8 @@ def _of_weights(config: Train) -> Broken:
         yield "init_mismatch", "has no effect without init_from", "init_from=PATH, or init_mismatch=head"
     if config.unfreeze_at is not None and not config.freeze:
         yield "unfreeze_at", "has no effect, as freeze names nothing", "freeze=[...], or unfreeze_at=null"
+    if config.adapters.rank is None and config.adapters != Adapters():
+        yield "adapters", "has settings without effect, as adapters.rank is null", "adapters=lora"
     for key, freeze, moment in (("unfreeze_at", "all", config.unfreeze_at), ("freeze", config.freeze, None)):
         try:
             entries(freeze, moment)
@@ -210,6 +213,7 @@ def _of_samples(config: Train) -> Broken:
         ("data.cache", data.cache is not None, "null"),
         ("data.decode", data.decode == "device", "auto, pillow or torchcodec"),
         ("data.placement", data.placement in ("device", "ram"), "auto or disk"),
+        ("adapters.trained", config.adapters.rank is not None and config.adapters.trained is None, "name patterns"),
         ("freeze", ALL_BUT_HEAD in str(freeze), "name patterns, or null"),
         ("compile", config.compile == "step", "true or false"),
     ):

@@ -80,6 +80,7 @@ class Sources:
                 raise UserError("--config-dir", f"{path} {what}", "a folder with files such as experiment/mine.yaml")
         self.folders = [shipped(), *self.extra]
         self._groups = list[str]()
+        self.found = dict[str, tuple[str, ...]]()  # what paths of `data=PATH` are, for all jobs of a command
 
     def hidden(self) -> list[Path]:
         """Files of the user's folders that are never read, because a shipped file of the same name comes first."""

@@ -219,6 +219,9 @@ def _keep_found(original: dict[str, Any], values: dict[str, Any], composition: C
     before, after = _section(original, "data.split"), _section(values, "data.split")
     if same("data.dataset") and after.get("test") is None and not says("data.split.test", composition.overrides):
         after["test"] = before.get("test")
+    # The number of steps that was found for a budget is part of the run
+    if original.get("budget") is not None and original["budget"] == values.get("budget"):
+        values |= {key: original.get(key) for key in ("epochs", "max_steps") if not says(key, composition.overrides)}
     # A batch size that was found is part of the run, so it is not searched again
     before, after = _section(original, "data"), _section(values, "data")
     if before and after.get("batch_size") == "auto":

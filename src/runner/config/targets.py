@@ -83,6 +83,7 @@ _LIBRARIES = {  # whose models a module of this program builds by name
     "runner.models.smp_zoo": "segmentation-models-pytorch",
     "runner.models.torchvision_detection": "torchvision",
     "runner.models.transformers_detection": "transformers",
+    "runner.models.transformers_segmentation": "transformers",
 }
 
 

@@ -47,6 +47,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     parts = make_splits(read_datasets(data), data.split)
     train_set, train_indices = parts["train"]
     made = DataModule(config, device, parts, dtype)
+    made.fix_channels()
     made.warnings += train_set.keep_indexes(make_cache) if isinstance(train_set, ImageList) else []
     made.ends = block_ends(train_set, train_indices) if data.shuffle == "blocks" else None
     made.classes = tuple(str(name) for name in getattr(train_set, "classes", None) or ())

@@ -1,6 +1,6 @@
 """Decoded and resized images kept on disk, so that each is decoded once instead of once per epoch.
 
-A cache is two arrays and a JSON that names them: the images, uint8 (N, C, H, W), which are mapped into memory, and their targets.
+A cache is two arrays and a JSON that names them: the images, (N, C, H, W), which are mapped into memory, and their targets.
 The JSON says what they were made from. It is written last and in one step, so that no part of a cache can be taken for a whole.
 """
 
@@ -37,6 +37,7 @@ from runner.data.preparation import exclusive, noticing_signals, progress
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
+from runner.data.sources.folders import ImageList
 from runner.data.splits import targets_of
 from runner.data.workers import WorkerLoader
 
@@ -123,12 +124,12 @@ class Cache:
                 undo.callback(array.unlink, missing_ok=True)
             # Written and not mapped: on a full disk, the system kills a process that writes to a mapped file
             with whole(arrays[0]) as file, contextlib.closing(loader), progress(say) as advance:
-                header = {"descr": "|u1", "fortran_order": False, "shape": (count, *example.shape)}
+                header = {"descr": example.numpy().dtype.str, "fortran_order": False, "shape": (count, *example.shape)}
                 np.lib.format.write_array_header_1_0(file, header)
                 for number, batch in enumerate(loader.batches(0, 0, count), 1):
                     if stopped():
                         return False
-                    if batch.images.dtype != torch.uint8 or batch.images.shape[1:] != example.shape:
+                    if batch.images.dtype != example.dtype or batch.images.shape[1:] != example.shape:
                         problem = f"'disk' keeps uint8 images of one size, and this data set gives {_kind(example)}"
                         allowed = "data.image_size=224, for example, or data.cache=null"
                         raise UserError("data.cache", f"{problem} and {_kind(batch.images[0])}", allowed)
@@ -186,7 +187,7 @@ class Cache:
         chooser = ReplacementSampler(0, everything)
         (image, target), (again, _) = chooser.read(read_twice, 0, 0, []) if self.skips else read_twice(0)
         problem = ""
-        if image.dtype != torch.uint8:
+        if image.dtype != torch.uint8 and not isinstance(dataset, ImageList):
             problem = f"keeps uint8 images, and this data set gives {_kind(image)}"
         elif target.is_complex():
             problem = "keeps targets that are real numbers, and this data set gives complex ones"

@@ -23,6 +23,7 @@ from runner.data.loaders import Batch, BatchPlan, Fields, Loader, MemoryLoader
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, batch_of, pair_batch, stacked
 from runner.data.sources.arrays import CachedImages
+from runner.data.sources.bands import KEPT
 from runner.data.sources.folders import ImageList
 from runner.data.sources.masks import MaskFolder
 from runner.data.splits import Parts
@@ -68,10 +69,15 @@ def read_datasets(data: Data) -> dict[str, Dataset[Any]]:
             problem = f"its '{name}' is a {type(dataset).__name__}, which has no length or no items"
             allowed = "a map-style data set giving (image, target), or a mapping of split names to such"
             raise UserError("data.dataset", problem, allowed)
-        files = dataset.images if isinstance(dataset, MaskFolder) else dataset
-        if data.decode != "auto" and isinstance(files, ImageList):
+        if data.decode != "auto" and (files := _files(dataset)) is not None:
             files.decoding = replace(files.decoding, decode=data.decode)
     return datasets
+
+
+def _files(dataset: Dataset[Any]) -> ImageList | None:
+    """The image files of a data set, if it has any."""
+    files = dataset.images if isinstance(dataset, MaskFolder) else dataset
+    return files if isinstance(files, ImageList) else None
 
 
 def callables(key: str, nodes: list[dict[str, Any]]) -> list[Any]:
@@ -110,6 +116,7 @@ class DataModule:
     class_counts: Tensor | None = None  # training samples of each class, int64 (C,)
     channels: int = 0
     image_size: tuple[int, int] = (0, 0)  # height and width
+    kept_channels: int | None = None  # of image files, before transforms, unless they are converted to grey or RGB
     mean: list[float] = field(default_factory=list)  # of each channel, of pixels in [0, 1]
     std: list[float] = field(default_factory=list)
     mixing: Mixing | None = None
@@ -141,6 +148,18 @@ class DataModule:
             of_task = getattr(resolve(self.config.task["_target_"]), "collate", None)
             own = of_task if data.collate is None else make_callable("data.collate", data.collate)
             self._collate = own or stacked
+
+    def fix_channels(self) -> None:
+        """Let the first sample say which channels and bits all image files must have whose channels are kept."""
+        name, (dataset, indices) = next(iter(self.parts.items()))
+        if (files := _files(dataset)) is None or files.decoding.channels not in KEPT:
+            return
+        reader = SeededDataset(dataset, self.config.seed, (), self.replacements.get(name), name, pairs=False)
+        first = reader[0, int(indices[0])][0]
+        self.kept_channels = len(first)
+        for dataset, _ in self.parts.values():
+            if (files := _files(dataset)) is not None:
+                files.decoding = replace(files.decoding, found=(len(first), first.dtype))
 
     @property
     def sources(self) -> dict[str, Dataset[Any]]:

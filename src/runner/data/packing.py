@@ -18,14 +18,17 @@ from torch import Tensor
 
 from runner.base.errors import UserError
 from runner.base.files import replacing, write_atomically, writing
+from runner.base.reading import LARGEST_DATA, read_regular
 from runner.config.schema.verbs import Pack
 from runner.data.cache import cache_key
 from runner.data.dataset_fingerprint import fingerprint_data
 from runner.data.sampler import EpochOrder
 from runner.data.samples import SeededDataset, as_target
+from runner.data.sources.bands import KEPT
 from runner.data.sources.detection import DetectionImages
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import smaller_file
+from runner.data.sources.listing import EXTENSIONS
 from runner.data.sources.masks import MaskFolder
 from runner.data.sources.shards import LocalShard, index_of, packed_index
 from runner.data.sources.tar_samples import LARGEST_CLASS, NO_IMAGES, Kind
@@ -121,18 +124,24 @@ class Packer:
         if number.ndim or number.is_floating_point() or not 0 <= int(number) <= LARGEST_CLASS:
             problem = f"the target of {name} is not a class number from 0 to {LARGEST_CLASS:,}"
             raise UserError("data.dataset", f"{problem}, and shards have one for each image")
-        extension, content = self._smaller(path, content)
+        extension, content = self._smaller(dataset, path, content)
         return {extension: content, "cls": str(int(number)).encode()}
 
-    def _smaller(self, path: Path | str, content: bytes | None) -> tuple[str, bytes]:
+    def _smaller(self, dataset: Any, path: Path | str, content: bytes | None) -> tuple[str, bytes]:
         config = self.config
+        if isinstance(dataset, ImageList | MaskFolder) and dataset.decoding.channels in KEPT:
+            if config.max_side is not None:
+                raise UserError("max_side", "makes JPEGs, which do not keep data.dataset.channels", "null")
+            ending = Path(path).suffix.lower()
+            whole = read_regular(Path(path), LARGEST_DATA) if content is None else content
+            return ending[1:] if ending in EXTENSIONS else "png", whole
         return smaller_file(path, content, config.max_side, config.quality, max_pixels=config.data.max_pixels)
 
     def _with_target(self, dataset: Any, index: int) -> dict[str, bytes]:
         # Reading the sample compares sizes, which are then others
         path, most = dataset.path(index), self.config.max_side
         resized = most is not None and max(dataset[index][0].shape[1:]) > most
-        extension, content = self._smaller(path, None)
+        extension, content = self._smaller(dataset, path, None)
         if self.target == "boxes":
             return {extension: content, "json": dataset.json_of(index, resized)}
         mask = dataset.mask(index)

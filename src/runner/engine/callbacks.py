@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 METHODS = {
     "on_start": ("loop",),  # before the first step
+    "on_first_batch": ("loop", "batch"),  # before the first batch of this process is trained on
     "on_step": ("loop",),  # after an optimizer step
     "on_log": ("loop", "metrics"),  # when training is logged; may add to `metrics`, a dict of floats
     "on_evaluation": ("loop", "metrics"),  # after the validation split was evaluated: {"val/accuracy": 0.9, ...}

@@ -129,6 +129,8 @@ class Loop:
                 self._save_after(error)
                 raise
             self.waited_s += perf_counter() - began
+            if not self.samples_seen:
+                self.emit("on_first_batch", batch)
             step(batch, share, size, update=update)
             self.samples_seen += size
             # The position moves once the batch is part of the state; a checkpoint before would repeat it

@@ -26,8 +26,8 @@ from runner.runtime.memory import peak_memory, reset_peak_memory
 # Only the steps matter: the run is not evaluated, followed or resumed.
 _QUIET = (
     *("evaluate.every_epochs=null", "evaluate.every_steps=null", "evaluate.test=false", "limit.eval_batches=1"),
-    *("checkpoint.every_epochs=null", "logger=none", "log.progress=false", "log.curves=false"),
-    *("resume=null", "max_time=null", "post_mortem=false", "json=false", "devices=1"),
+    *("checkpoint.every_epochs=null", "logger=none", "log.progress=false", "log.curves=false", "log.pictures=false"),
+    *("resume=null", "max_time=null", "budget=null", "post_mortem=false", "json=false", "devices=1"),
 )
 
 

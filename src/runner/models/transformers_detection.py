@@ -7,23 +7,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torchvision.ops import box_convert
-from torchvision.transforms.v2 import functional as transforms
 
 from runner.base.errors import UserError
 from runner.models.checks import at_least_1
 from runner.models.transformers_zoo import pretrained_or_new
 
-# Families with weights under Apache-2.0, and the class that normalises images and reads the outputs
-_FAMILIES = {
-    "rt_detr": "RTDetrImageProcessor",
-    "rt_detr_v2": "RTDetrImageProcessor",
-    "d_fine": "RTDetrImageProcessor",
+_FAMILIES = {  # with weights under Apache-2.0
+    "rt_detr": "RTDetrForObjectDetection",
+    "rt_detr_v2": "RTDetrV2ForObjectDetection",
+    "d_fine": "DFineForObjectDetection",
+    "detr": "DetrForObjectDetection",
+    "conditional_detr": "ConditionalDetrForObjectDetection",
+    "deformable_detr": "DeformableDetrForObjectDetection",
+}
+_PROCESSORS = {  # which normalise images and read the outputs; others have that of RT-DETR
     "detr": "DetrImageProcessor",
     "conditional_detr": "ConditionalDetrImageProcessor",
     "deformable_detr": "DeformableDetrImageProcessor",
 }
+_FLOAT32 = ("d_fine", "detr")  # whose losses mix float32 and float64
 _STRIDE = 32  # the largest of a backbone: sides of padded images are multiples of it
 
 
@@ -53,9 +56,8 @@ def detector(
     """
     at_least_1(size=1 if size is None else size)
     model = pretrained_or_new(
-        "AutoModelForObjectDetection", name, weights, options, num_labels=num_classes - 1, families=[*_FAMILIES],
-        fetch_weights=fetch_weights,
-    )  # fmt: skip
+        _FAMILIES, name, weights, options, num_labels=num_classes - 1, fetch_weights=fetch_weights
+    )
     return Detector(model, size)
 
 
@@ -73,7 +75,7 @@ class Detector(nn.Module):
 
         super().__init__()
         self.net, self.size = net, size
-        self._processor = getattr(transformers, _FAMILIES[net.config.model_type])()
+        self._processor = getattr(transformers, _PROCESSORS.get(net.config.model_type, "RTDetrImageProcessor"))()
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Losses in training, objects in evaluation; see the class."""
@@ -86,18 +88,17 @@ class Detector(nn.Module):
     def export_model(self) -> Raw:
         """What `export` writes; raises `UserError` if images are padded."""
         if self.size is None:
-            raise UserError(
-                "model.size", "is null, and an exported detector takes images of one size", "a number of pixels"
-            )
+            raise UserError("model.size", "is null, but an exported detector takes images of one size", "pixels")
         return Raw(self.net, self.size, self._processor).eval()
 
     def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        given, scales = self._batch(images)
+        config, (given, scales) = self.net.config, self._batch(images)
+        if images[0].dtype == torch.float64 and config.model_type in _FLOAT32:
+            raise UserError("dtype", f"the losses of {config.model_type} in transformers need float32", "float32")
         labels = [
             {"class_labels": each["labels"] - 1, "boxes": box_convert(each["boxes"], "xyxy", "cxcywh") / scale}
             for each, scale in zip(targets, scales, strict=True)
         ]
-        losses = dict[str, Tensor]()
         try:
             found = self.net(**given, labels=labels).loss_dict
         except ValueError as error:
@@ -105,14 +106,15 @@ class Detector(nn.Module):
                 raise
             # transformers refuses boxes that are not numbers; the loss is not either, so that training says it diverged
             found = {"loss_bbox": torch.stack([weight.sum() for weight in self.net.parameters()]).sum() * torch.nan}
-        for term, value in found.items():
-            kind, _, rest = term.partition("_")
-            name = f"{kind}_{rest.partition('_')[0]}"  # also of a layer of the decoder: loss_bbox_0, loss_bbox_dn_0
-            if kind == "loss":  # others are for logging
-                losses[name] = losses.get(name, 0) + value * getattr(self.net.config, f"{name[5:]}_loss_coefficient", 1)
         # Without a box nothing is denoised, and ranks expect a gradient of each weight
         unused = sum(0 * weight.sum() for label, weight in self.net.named_parameters() if "denoising" in label)
-        return {name: value + unused for name, value in losses.items()}
+        losses = dict[str, Tensor]()
+        for term, value in found.items():
+            kind, name, *_ = term.split("_")  # of the last layer of the decoder or another: loss_bbox, loss_bbox_dn_0
+            if kind == "loss":  # others are for logging
+                weighted = value * getattr(config, f"{name}_loss_coefficient", 1)
+                losses[f"loss_{name}"] = losses.get(f"loss_{name}", unused) + weighted
+        return losses
 
     def _found(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
         given, scales = self._batch(images)
@@ -120,49 +122,62 @@ class Detector(nn.Module):
         found = self._processor.post_process_object_detection(self.net(**given), -1.0, sizes)
         return [{**each, "labels": each["labels"] + 1} for each in found]
 
-    def _batch(self, images: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def _batch(self, images: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Arguments of the model, and for each image (4,): what its boxes are fractions of, in its own pixels."""
         edges = [image.shape[-2:] for image in images]
-        if self.size is not None:
-            images = [transforms.resize(image, [self.size, self.size], antialias=True) for image in images]
-        if self._processor.do_normalize:
-            mean, std = self._processor.image_mean, self._processor.image_std
-            images = [transforms.normalize(image, mean, std) for image in images]
-        given: dict[str, Tensor] = {}
-        if self.size is None:
-            height, width = (-(-max(sides) // _STRIDE) * _STRIDE for sides in zip(*edges, strict=True))
-            padding = [(0, width - w, 0, height - h) for h, w in edges]
-            masks = [images[0].new_ones(each, dtype=torch.int64) for each in edges]
-            given["pixel_mask"] = torch.stack([pad(mask, by) for mask, by in zip(masks, padding, strict=True)])
-            images = [pad(image, by) for image, by in zip(images, padding, strict=True)]
-            edges = [torch.Size((height, width))] * len(edges)
-        given["pixel_values"] = torch.stack([*images])
-        return given, [images[0].new_tensor([w, h, w, h]) for h, w in edges]
+        height, width = (-(-max(each) // _STRIDE) * _STRIDE for each in zip(*edges, strict=True))
+        padded, edge = self.size is None, self.size or 1
+        given = self._processor(
+            [*images], return_tensors="pt", input_data_format="channels_first", do_rescale=False, do_resize=not padded,
+            size={"height": edge, "width": edge}, do_pad=padded, pad_size={"height": height, "width": width},
+        )  # fmt: skip
+        given["pixel_values"] = given["pixel_values"].to(images[0])  # float32, also of float64
+        sides = [(height, width)] * len(edges) if padded else edges
+        return given, [images[0].new_tensor([w, h, w, h]) for h, w in sides]
 
 
 class Raw(nn.Module):
-    """A detector of transformers without what is done to images before it and to boxes after it.
+    """A detector of transformers without the resizing before it and the selection of boxes after it.
 
-    It takes normalised images (B, 3, S, S) and returns `logits` (B, Q, C) and `boxes` (B, Q, 4), cxcywh as fractions.
-    `description` is what `model.json` says of the way from these to objects.
+    It takes images (B, 3, size, size) in [0, 1], and returns `logits` (B, Q, C) and `boxes` (B, Q, 4), cxcywh as fractions.
     """
 
     def __init__(self, net: Any, size: int, processor: Any) -> None:
+        """Wrap the model of a `Detector`."""
         super().__init__()
-        normalized, softmax = processor.do_normalize, net.config.model_type == "detr"
         self.net, self.image_size = net, (size, size)
-        self.mean = list(processor.image_mean) if normalized else [0.0] * 3
-        self.std = list(processor.image_std) if normalized else [1.0] * 3
-        queries = net.config.num_queries
-        self.strict_export = "RTDetr" in type(processor).__name__  # whose code fixes the batch size otherwise
-        # transformers keeps 100 for the other families, the default of its function
-        many = queries if self.strict_export else min(100, queries * net.config.num_labels)
-        after = {"box_format": "cxcywh", "box_unit": "fraction of the image", "first_label": 1}
-        after |= {"background": "last logit", "kept": queries} if softmax else {"background": None, "kept": many}
-        found = "softmax" if softmax else "sigmoid"
-        self.description = {"activation": found, "threshold": 0.5, "resize": "whole image", "postprocessing": after}
+        self._mean = list(processor.image_mean) if processor.do_normalize else [0.0]
+        self._std = list(processor.image_std) if processor.do_normalize else [1.0]
+        family, softmax = net.config.model_type, net.config.model_type == "detr"
+        self.strict_export = family not in _PROCESSORS
+        self.description = {
+            "activation": "softmax" if softmax else "sigmoid",
+            "threshold": 0.5,
+            "postprocessing": {
+                "box_format": "cxcywh",
+                "box_unit": "fraction of the image",
+                "background": "last logit" if softmax else None,
+                # The default of transformers for the other two families
+                "kept": net.config.num_queries if softmax or self.strict_export else 100,
+                "first_label": 1,
+            },
+        }
+        """What `model.json` says of the way from the outputs to objects."""
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Logits and boxes of all queries."""
-        found = self.net(pixel_values=images)
+        mean, std = (images.new_tensor(each)[:, None, None] for each in (self._mean, self._std))
+        found = self.net(pixel_values=(images - mean) / std)
         return {"logits": found.logits, "boxes": found.pred_boxes}
+
+    def matched(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs `got` with their queries in the order of `expected`: one-to-one, with the least sum of differences.
+
+        Queries of almost the same score may swap places; a query that has no partner of its own remains a difference.
+        """
+        from scipy.optimize import linear_sum_assignment
+
+        own, other = (torch.cat([each["logits"], each["boxes"]], -1) for each in (expected, got))
+        costs = torch.cdist(own, other, p=torch.inf).nan_to_num()
+        places = torch.stack([torch.from_numpy(linear_sum_assignment(each)[1]) for each in costs])
+        return {name: tensor.take_along_dim(places[..., None], 1) for name, tensor in got.items()}

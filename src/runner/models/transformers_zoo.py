@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1, cache_alone, unknown
 
+_SOURCES = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub"
+_log = logging.getLogger(__name__)
+
 
 def pretrained_or_new(
-    auto_class: str,
+    families: Mapping[str, str],
     name: str,
     weights: str | None,
     options: Mapping[str, Any],
     *,
     num_labels: int,
-    families: Sequence[str],
     fetch_weights: bool = True,
 ) -> Any:
     """Build a model of transformers in float32; code beside a config or weights is never run.
 
     Args:
-        auto_class: name of its class in transformers, such as "AutoModelForObjectDetection".
+        families: the class in transformers of each `model_type` that is allowed, such as "RTDetrForObjectDetection".
         name: one of `families`, or a folder or id on the hub with the config.json of one.
         weights: a folder or id on the hub with model.safetensors, and config.json if `name` is a family; None for random
             weights. Tensors of another number of classes keep random values.
         options: arguments of the class of the config, which replace those of config.json.
         num_labels: number of classes.
-        families: values of `model_type` that are allowed.
         fetch_weights: False builds the same model without trained weights, and uses no network.
 
     Raises:
@@ -43,58 +44,64 @@ def pretrained_or_new(
     require("model", "runner[transformers]", "transformers")
     import transformers
 
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     at_least_1(num_labels=num_labels)
     if name not in families and "/" not in name and not Path(name).is_dir():
-        raise unknown("model.name", f"there is no family '{name}'", name, families)
-    stated = {"model_type": name} if name in families and weights is None else {}
-    source, key = (weights, "weights") if name in families and weights is not None else (name, "name")
-    stated = stated or _loaded(key, source, fetch_weights, _config_of)
+        raise unknown("model.name", f"there is no family '{name}'", name, [*families])
+    key, source = ("weights", weights) if name in families else ("name", name)
+    stated: dict[str, Any] = {"model_type": name}
+    if source is not None:
+        remote = fetch_weights and not Path(source).is_dir()
+        with _explained(f"model.{key}", f"{source} could not be loaded", _SOURCES, remote):
+            stated = dict(transformers.PreTrainedConfig.get_config_dict(source, local_files_only=not remote)[0])
     family = str(stated.get("model_type"))
     if family not in families or (name in families and name != family):
         raise UserError(f"model.{key}", f"{source} is a model of the family {family}", ", ".join(families))
-    kind = transformers.CONFIG_MAPPING[family]
-    known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
-    for option in options:
-        if option not in known:
-            raise unknown(f"model.options.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
-    auto, numbers = getattr(transformers, auto_class), {"num_labels": num_labels, "id2label": None, "label2id": None}
-    try:
-        config = kind(**{**stated, **options, **numbers})
+    kind = getattr(transformers, families[family])
+    _check_options("model.options", kind.config_class, options)
+    if "out_indices" in options:
+        stated.pop("out_features", None)  # says the same by names
+    with _explained("model.options", f"{family} cannot be built"):
+        config = kind.config_class(**stated | {**options, "num_labels": num_labels, "id2label": None, "label2id": None})
         if weights is None or not fetch_weights:
-            return auto.from_config(config, dtype=torch.float32)
-    except Exception as error:  # each kind of option has its own
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError("model.options", f"{family} cannot be built: {reason}") from error
-    return _loaded("weights", weights, True, lambda source, _: _with_weights(auto, source, config))
+            return kind(config).float()
+    with _explained("model.weights", f"{weights} could not be loaded", _SOURCES, not Path(weights).is_dir()):
+        model, report = kind.from_pretrained(
+            weights, config=config, dtype=torch.float32, use_safetensors=True, ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )  # fmt: skip
+        # Only tensors with an entry for each class may have another size
+        wrong = [label for label, *shapes in report["mismatched_keys"] if shapes[0][1:] != shapes[1][1:]]
+        if wrong or len(report["missing_keys"]) == len(model.state_dict()):
+            raise ValueError(f"the weights do not fit these options: {', '.join(wrong[:3]) or 'no tensor is there'}")
+    without = {*report["missing_keys"], *(label for label, *_ in report["mismatched_keys"])}
+    if new := [label for label, _ in model.named_parameters() if label in without]:
+        _log.warning("%s: %d tensors start from random values: %s", weights, len(new), ", ".join(new[:3]))
+    return model
 
 
-def _config_of(source: str, local: bool) -> dict[str, Any]:
+def _check_options(key: str, kind: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options that a class of config would keep without an effect, also those of a `backbone_config` inside."""
     import transformers
 
-    stated: dict[str, Any] = transformers.PreTrainedConfig.get_config_dict(source, local_files_only=local)[0]
-    return stated
+    known = inspect.signature(kind).parameters.keys() - inspect.signature(transformers.PreTrainedConfig).parameters
+    known |= {"out_indices", "out_features"} if hasattr(kind, "out_indices") else set()
+    for option, value in options.items():
+        if option not in known:
+            raise unknown(f"{key}.{option}", f"{kind.__name__} has no such argument", option, sorted(known))
+        if isinstance(value, Mapping) and (family := value.get("model_type")) in transformers.CONFIG_MAPPING:
+            inner = {name: each for name, each in value.items() if name != "model_type"}
+            _check_options(f"{key}.{option}", transformers.CONFIG_MAPPING[family], inner)
 
 
-def _with_weights(auto: Any, source: str, config: Any) -> nn.Module:
-    model, report = auto.from_pretrained(
-        source, config=config, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-        ignore_mismatched_sizes=True, output_loading_info=True,
-    )  # fmt: skip
-    # Only tensors with an entry for each class may have another size
-    wrong = [name for name, *shapes in report["mismatched_keys"] if shapes[0][1:] != shapes[1][1:]]
-    if wrong or len(report["missing_keys"]) == len(model.state_dict()):
-        raise ValueError(f"the weights do not fit these options: {', '.join(wrong[:3]) or 'no tensor is there'}")
-    loaded: nn.Module = model
-    return loaded
-
-
-def _loaded(key: str, source: str, fetch: bool, load: Any) -> Any:
-    """What `load(source, offline)` gives; errors name the key, and that the hub does not answer."""
-    offline, remote = "", fetch and not Path(source).is_dir()
+@contextlib.contextmanager
+def _explained(key: str, problem: str, allowed: str = "", remote: bool = False) -> Iterator[None]:
+    """Errors of any kind name the key, and if it is so, that the hub does not answer."""
+    offline = ""
     try:
         with cache_alone() if remote else contextlib.nullcontext("") as offline:
-            return load(source, not remote)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = offline or " ".join(str(error).split())[:300]
-        allowed = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub"
-        raise UserError(f"model.{key}", f"{source} could not be loaded: {reason}", allowed) from error
+            yield
+    except Exception as error:  # of validation, files, safetensors, torch
+        reason = offline or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise UserError(key, f"{problem}: {reason}", allowed) from error

@@ -36,7 +36,8 @@ def show_run(run: Run, directory: RunDirectory, more: list[Row], warnings: list[
     config, console, initial = run.config, directory.console, run.initial
     found, differences = directory.found, directory.differences
     title = f"{config.name}  seed {config.seed}  {directory.path}"
-    console.header(title, [*describe(config, run), *more])
+    data_found = directory.composition.data_found if found is None else ""  # a checkpoint has what it needs
+    console.header(title, [*[("found", data_found, "")] * bool(data_found), *describe(config, run), *more])
     if groups := table_of_groups(run.state.optimizer):
         console.table("parameter groups", ["group", "tensors", "parameters", "lr", "weight decay"], groups)
     for warning in warnings:
@@ -61,6 +62,9 @@ def dry_run(config: Train, build: Callable[[Train], Run], console: Console) -> N
     Raises `UserError` if the config cannot be run; nothing is written.
     """
     ranks = count_ranks(config)
+    if config.budget is not None:
+        console.line(f"budget={config.budget}: training measures how many steps fit, and has others than shown here")
+        config = with_changes(config, {"max_steps": config.max_steps or 1})
     run = build(with_changes(config, _ALONE) if ranks > 1 else config)
     with contextlib.closing(run.data):
         console.header(f"{config.name}  seed {config.seed}  a dry run", describe(run.config, run))
@@ -116,6 +120,9 @@ def describe(config: Train, run: Run) -> list[Row]:
     rows += [("precision", run.precision.name, run.precision.reason)]
     rows += _preferred(config, data.channels)
     rows += run.initial.rows()
+    if (lora := config.adapters).rank is not None:
+        share = f"{trainable / parameters:.2%} of {parameters:,} weights are trained"
+        rows += [("adapters", f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}", share)]
     rows += [("frozen", f"{part.name}, {part.size:,} parameters", part.until) for part in run.state.freezing.parts]
     rows += run.toggled.rows()
     rows += _optimizers(config)

@@ -20,7 +20,7 @@ _OWNER, _SEEN = 0, 1  # bytes of a lock file that its owner locks: `works` looks
 _descriptors: set[int] = set()  # of locks of this process; whoever has one closes it
 _WRITTEN = (
     "checkpoints", "plots", "tensorboard", "config.yaml", "overrides.yaml", "environment.json", "run.log", "metrics.jsonl",
-    "summary.json", PROGRESS, ".lock", "nonfinite", "samples", "trackers", "wandb",
+    "summary.json", PROGRESS, ".lock", "nonfinite", "samples", "trackers", "wandb", "pictures",
 )  # fmt: skip
 """Names that a run or a tracker writes to, beside metrics_*.csv."""
 

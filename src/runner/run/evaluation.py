@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,14 @@ from runner.instrument.nested import parts_of_rows, tensors_moved
 from runner.instrument.no_trace import evaluating, preserved_rng
 from runner.run.finetune import explaining
 from runner.run.from_checkpoint import load_weights_of
+from runner.run.interfaces import takes
 from runner.run.metrics import fresh_metrics
 from runner.run.model import modules_of
 from runner.run.run import Run
 from runner.run.trial import explaining_memory
 from runner.runtime.precision import Precision
 from runner.tracking.loggers import Background, Logger
+from runner.tracking.plots import Pixels
 
 _COUNT = 16  # of samples while training, if `count` of `sample` has no default
 
@@ -52,7 +54,8 @@ _COUNT = 16  # of samples while training, if `count` of `sample` has no default
 class Evaluator:
     """Evaluates the splits of a run; `interrupted` is asked before every batch, and True raises `Interrupted`.
 
-    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why.
+    Several ranks raise it together, once one is asked to stop; `agree` then lets all of them know why. `watched` may
+    wrap what evaluates a batch of the validation split, given the samples of the first one.
     """
 
     def __init__(
@@ -61,8 +64,9 @@ class Evaluator:
         warn: Callable[[str], None],
         interrupted: Callable[[], bool],
         agree: Callable[[], None] = lambda: None,
+        watched: Callable[[Callable[[Any], Any], int], Callable[[Any], Any]] = lambda evaluated, rows: evaluated,
     ) -> None:
-        self._run, self._warn, self._interrupted, self._agree = run, warn, interrupted, agree
+        self._run, self._warn, self._interrupted, self._agree, self._watched = run, warn, interrupted, agree, watched
         self._metrics = fresh_metrics(run.config, run.task, run.device)
 
     def weights(self, name: str) -> dict[str, float]:
@@ -71,11 +75,14 @@ class Evaluator:
         # Buffers of each rank come from its own rows: all ranks evaluate with those of rank 0
         world().copy_first((*run.model.buffers(), *run.state.loss.buffers()))
         assert split is not None, f"there is no split {name}"
+        evaluated = run.steps.evaluated
+        if name == "val":
+            evaluated = self._watched(evaluated, min(split.samples, split.loader.batch_size))
         with explaining_memory("evaluate.batch_size", size, "a smaller evaluate.batch_size, or amp=true"):
             found = evaluate(
                 run.model,
                 split.loader,
-                run.steps.evaluated,
+                evaluated,
                 loss=run.loss,
                 metrics=self._metrics(),
                 autocast=run.precision.autocast,
@@ -188,23 +195,33 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
 class Predictions(nn.Module):
     """What a task gives for each sample of a batch, by name, on the CPU; with `draws` also a `picture`, uint8 (3, H, W).
 
-    `modules` are what `build_modules` returned. Raises `UserError` if the task lacks a method, or one gives something else.
+    `modules` are what `build_modules` returned, and `options` further arguments of its `predict_step`. Raises `UserError` if the
+    task lacks a method, or one gives something else.
     """
 
-    def __init__(self, config: Train, task: Any, modules: nn.Module, draws: bool = False) -> None:
+    def __init__(
+        self,
+        config: Train,
+        task: Any,
+        modules: nn.Module,
+        draws: bool = False,
+        classes: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
         super().__init__()
         for name in ("predict_step(modules, batch)", "draw(sample, outputs)")[: 1 + draws]:
             if not hasattr(task, name.partition("(")[0]):
                 key = "pictures" if draws else "task"
                 raise UserError(key, f"{type(task).__name__} has no {name}", "a task that has it")
-        self._task, self._modules_of_task, self._data, self._draws = task, modules, config.data, draws
+        self._task, self._modules_of_task, self._config = task, modules, config
+        self._draws, self._classes, self._options = draws, classes, options
 
     def forward(self, batch: Batch) -> list[dict[str, Any]]:
         """A dict for each sample of a batch."""
         count = len(batch.indices)
         modules = modules_of(self._modules_of_task)
         with explaining("task", "its predict_step cannot take a batch: "):
-            found = self._task.predict_step(modules, batch.data)
+            found = self._task.predict_step(modules, batch.data, **self._options)
         fields = tensors_moved(dict(found), "cpu") if isinstance(found, Mapping) else {"": found}
         for name, values in fields.items():
             shape = values.shape if isinstance(values, Tensor) else [len(values)] if isinstance(values, list) else []
@@ -213,25 +230,37 @@ class Predictions(nn.Module):
                 raise UserError("task", problem, f"a dict of tensors ({count}, ...) and lists of {count} items")
         rows = [{name: values[place] for name, values in fields.items()} for place in range(count)]
         if self._draws:
-            samples = parts_of_rows(self._with_pixels(tensors_moved(batch.data, "cpu")), count, count)
+            samples = parts_of_rows(with_pixels(tensors_moved(batch.data, "cpu"), self._config), count, count)
             for sample, row in zip(samples, rows, strict=True):
-                with explaining("task", "its draw cannot take a sample: "):
-                    row["picture"] = picture = self._task.draw(sample, dict(row))
-                if not isinstance(picture, Tensor) or picture.dtype != torch.uint8 or picture.shape[:-2] != (3,):
-                    allowed = "a tensor, uint8 (3, H, W)"
-                    raise UserError("task", f"its draw gives no image, but {str(picture)[:80]}", allowed)
+                row["picture"] = drawn(self._task, sample, dict(row), self._classes)
         return rows
 
-    def _with_pixels(self, data: Any) -> Any:
-        """The data of a batch with images as RGB, uint8 (B, 3, H, W), without normalisation; of others the first channel."""
-        normalize, names = self._data.normalize, self._data.images
-        mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (normalize.mean or [0.0], normalize.std or [1.0]))
 
-        def undone(images: Tensor, *_: Any) -> Tensor:
-            pixels = (images.float() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
-            return pixels if pixels.shape[-3] == 3 else pixels[..., :1, :, :].expand(*pixels.shape[:-3], 3, -1, -1)
+def drawn(task: Any, sample: Any, outputs: Any, classes: Sequence[str]) -> Tensor:
+    """What `draw` of a task gives, uint8 (3, H, W), of a sample with pixels; `UserError` if it fails or gives anything else."""
+    with explaining("task", "its draw cannot take a sample: "):
+        picture = task.draw(sample, outputs, **({"classes": classes} if takes(task, "draw", "classes") else {}))
+    if not isinstance(picture, Tensor) or picture.dtype != torch.uint8 or picture.shape[:-2] != (3,):
+        raise UserError("task", f"its draw gives no image, but {str(picture)[:80]}", "a tensor, uint8 (3, H, W)")
+    return picture
 
-        return Fields(["0"] if names is None else names, undone)(data, torch.empty(0), 0)  # type: ignore[arg-type]
+
+def with_pixels(data: Any, config: Train) -> Any:
+    """The data of a batch with images as RGB, uint8 (B, 3, H, W), without normalisation: the first 3 channels, or the first."""
+    normalize, names = config.data.normalize, config.data.images
+    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in (normalize.mean or [0.0], normalize.std or [1.0]))
+
+    def undone(images: Tensor, *_: Any) -> Tensor:
+        pixels = (images.float() * std + mean).mul(255).round().clamp(0, 255).to(torch.uint8)
+        shown = pixels[..., : 3 if pixels.shape[-3] > 2 else 1, :, :]
+        return shown.expand(*pixels.shape[:-3], 3, -1, -1)
+
+    return Fields(["0"] if names is None else names, undone)(data, torch.empty(0), 0)  # type: ignore[arg-type]
+
+
+def pixels_of(pictures: Iterable[Tensor]) -> list[Pixels]:
+    """Pictures, each uint8 (3, H, W), as arrays (H, W, 3)."""
+    return [each.permute(1, 2, 0).contiguous().numpy() for each in pictures]
 
 
 class Samples:

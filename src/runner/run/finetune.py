@@ -1,10 +1,12 @@
-"""What happens to a model between its constructor and its training: a new head, initial weights, frozen parts."""
+"""What happens to a model between its constructor and its training: a new head, initial weights, adapters, frozen parts."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError, first_line
+from runner.base.errors import UserError, first_line, require
 from runner.base.patterns import matching
 from runner.checkpoint.find import beside
 from runner.checkpoint.weights import Weights, read_weights, weights_sha256
@@ -112,7 +114,8 @@ def head_of(model: nn.Module, image: Tensor, key: str) -> Head:
     try:
         return _find_head(model, image)
     except HeadNotFound as error:
-        allowed = "a model whose attribute head, fc or classifier ends in a Linear or a 1x1 convolution"
+        allowed = "name patterns, or " * (key in ("freeze", "adapters.trained"))
+        allowed += "a model whose attribute head, fc or classifier ends in a Linear or a 1x1 convolution"
         raise UserError(key, f"no head was found: {error}", allowed) from error
 
 
@@ -154,7 +157,7 @@ def _some_images(data: DataModule) -> Iterator[Tensor]:
 
 
 def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image: Tensor) -> InitialWeights:
-    """Set weights of the model as `init` says, then load those of `init_from` into it, and into modules of the task by name.
+    """Set weights of the model as `init` and `init_from` say, load modules of the task by name, and add `adapters`.
 
     Raises `UserError` if a scheme does not apply to the model, or a file does not fit.
     """
@@ -175,6 +178,7 @@ def set_initial_weights(config: Train, model: nn.Module, data: DataModule, image
         for name, path in files.items()
     }
     initial = others.pop("model", InitialWeights())
+    adapt(config, modules["model"], lambda: image)
     return replace(initial, schemes=schemes, others=others)
 
 
@@ -270,6 +274,60 @@ def _misfits(tensors: dict[str, Tensor], own: dict[str, Any], head: Head | None,
         shape, own_shape = ("x".join(map(str, getattr(value, "shape", "-"))) or "scalar" for value in (given, wanted))
         found += [Misfit(name, lack, shape, own_shape, in_head)] if lack else []
     return found
+
+
+def adapt(config: Train, model: nn.Module, image: Callable[[], Tensor]) -> None:
+    """Put the adapters of `adapters` into a model, in which only they and what `adapters.trained` names are trained from now on.
+
+    `image` gives an image as the model takes it, (1, C, H, W). Raises `UserError` if a pattern matches nothing.
+    """
+    settings, modules = config.adapters, dict(model.named_modules())
+    if settings.rank is None:
+        return
+    require("adapters", "runner[lora]", "peft")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = [name for name in (*modules, *dict(model.named_parameters())) if name]
+    whole = [head_of(model, image(), "adapters.trained").path] if settings.trained is None else settings.trained
+    found = (matching("adapters.trained", each, names, "module or parameter") for each in whole)
+    inside = tuple(f"{name}." for name in set[str]().union(*found))
+    trained = [each for name, each in model.named_parameters() if each.requires_grad and f"{name}.".startswith(inside)]
+    # In evaluations, TransformerEncoderLayer reads the weights of its parts and does not call them
+    fused = tuple(f"{name}." for name, each in modules.items() if isinstance(each, nn.TransformerEncoderLayer))
+    able = [name for name, each in modules.items() if _fits(each) and not f"{name}.".startswith(inside + fused)]
+    kind, some = "plain Linear or Conv2d layer", ", ".join(able[:5])
+    found = (matching("adapters.modules", each, able, kind, prose=some) for each in settings.modules)
+    target = f"({'|'.join(map(re.escape, sorted(set[str]().union(*found))))})"
+    with explaining("adapters", "peft refuses them: ", "other values of adapters.modules and adapters.rank"):
+        options = {"lora_alpha": settings.alpha, "lora_dropout": settings.dropout, "target_modules": target}
+        inject_adapter_in_model(LoraConfig(r=settings.rank, **options), model)
+    for parameter in trained:  # peft leaves nothing but the adapters
+        parameter.requires_grad_(True)
+    if not model.training:  # as loaded models often are, and then all of it is trained
+        model.train()
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)
+    for name, module in modules.items():  # BatchNorm keeps its statistics where it is not trained
+        if getattr(module, "running_mean", None) is not None and not f"{name}.".startswith(inside):
+            module.training = False
+
+
+def _fits(module: nn.Module) -> bool:
+    """True if an adapter of peft, which ignores dilation and padding mode, computes what a change of the layer's weights would."""
+    plain = type(module) is nn.Conv2d and (module.groups, *module.dilation, module.padding_mode) == (1, 1, 1, "zeros")
+    return plain or type(module) is nn.Linear  # and not a subclass, such as MultiheadAttention never calls
+
+
+def merged(config: Train, model: nn.Module) -> nn.Module:
+    """A copy of the model in which the adapters are added to the weights of their layers; without adapters, the model itself."""
+    if config.adapters.rank is None:
+        return model
+    model = copy.deepcopy(model)
+    for name, layer in list(model.named_modules()):
+        if hasattr(layer, "merge") and hasattr(layer, "base_layer"):
+            layer.merge()
+            model.set_submodule(name, layer.base_layer)
+    return model
 
 
 def freeze(config: Train, model: nn.Module, image: Tensor) -> Freezing:

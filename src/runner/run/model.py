@@ -25,7 +25,7 @@ from runner.data.transforms.augment import Pipeline
 from runner.data.workers import WorkerLoader
 from runner.models.heads import replace_head
 from runner.optim.losses import CrossEntropy, Focal
-from runner.run.finetune import Modules, explaining, head_of
+from runner.run.finetune import Modules, adapt, explaining, head_of
 from runner.run.interfaces import calls_of, require_methods
 from runner.tasks.multilabel import MultiLabel
 from runner.tasks.regression import Regression
@@ -68,7 +68,8 @@ def build_task_model_loss(
     task = build_task(config, data, fetch_weights)
     statistics = {"data.normalize": Normalize(mean=list(data.mean), std=list(data.std))} if data.mean else {}
     stated = _stated_outputs(task, data)
-    filled = _filled(config.model, _model_facts(stated, data))
+    facts = _model_facts(stated, data) | {"in_channels": data.channels or data.kept_channels}
+    filled = _filled(config.model, facts)
     # Only by the config of a new run, as models of older checkpoints got None, which one that is None by default still gets
     unknown = fetch_weights and not stated and filled.get("num_classes") is None
     asks = unknown and names_argument(filled, "num_classes")
@@ -180,6 +181,8 @@ def build_model(
         if head is not None:
             hidden = None if head == "none" else [] if isinstance(head, str) else head
             replace_head(model, head_of(model, image(), "model.head"), hidden, task.outputs(data.classes))
+        if not fetch_weights:  # weights that begin here are those of the model without adapters
+            adapt(config, model, image)
     return model
 
 

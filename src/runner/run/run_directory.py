@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+import runner
+from runner.base.durations import seconds
 from runner.base.errors import FAILED, OK, PREEMPTED, USAGE, DataFailed, DiskFull, UserError, explain
 from runner.base.files import make_folder, write_atomically, write_json, writing
 from runner.base.reading import number_or_none, read_summary
@@ -67,6 +69,8 @@ class RunDirectory:
         self._mistaken = False  # whether a mistake of the user's ended the run
         self._began = time.perf_counter()
         self._training_since: tuple[float, float | None] | None = None
+        # Seconds since 1970; the imports of a command count too, but not the earlier jobs of a sweep
+        self.began = (None if composition.job_dir else runner.began) or time.time()
 
     @classmethod
     def of_rank(cls, job: Job, found: LoadedCheckpoint | None, rank: int, scratch: Path) -> RunDirectory:
@@ -76,7 +80,7 @@ class RunDirectory:
         """
         directory = cls(job.composition)
         directory.config, directory.found = job.config, found
-        directory.differences, directory.warnings = job.differences, job.warnings
+        directory.differences, directory.warnings, directory.began = job.differences, job.warnings, job.began
         directory._use(job.path if rank == 0 else scratch)
         # All ranks read the same checkpoints
         directory.checkpoints = job.path / "checkpoints"
@@ -89,7 +93,7 @@ class RunDirectory:
     def job(self) -> Job:
         """What every rank of the run gets."""
         found = self.found.path if self.found else None
-        return Job(self.composition, self.config, self.differences, self.warnings, self.path, found)
+        return Job(self.composition, self.config, self.differences, self.warnings, self.path, found, self.began)
 
     def _use(self, path: Path) -> None:
         self.path, self.checkpoints, self.plots = path, path / "checkpoints", path / "plots"
@@ -208,7 +212,10 @@ class RunDirectory:
         write_atomically(self.path / "overrides.yaml", text.encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Store status and final metrics."""
+        """Store status and final metrics, and how much of a budget was used."""
+        if budget := getattr(getattr(self, "config", None), "budget", None):
+            used = (time.time() - self.began) / seconds(budget)
+            summary = summary | {"budget": budget, "budget_used": round(used, 4)}
         write_json(self.path / "summary.json", self._masked(summary))
 
     @staticmethod
@@ -336,6 +343,7 @@ class Job(NamedTuple):
     warnings: list[str]
     path: Path  # of the directory
     checkpoint: Path | None  # to resume from, which each rank reads itself
+    began: float  # see `RunDirectory`
 
 
 def post_mortem(error: BaseException) -> None:

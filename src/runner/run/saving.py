@@ -249,7 +249,7 @@ def _drawn(run: Run) -> list[Tensor]:
     if world().size > 1 or not (hasattr(run.task, "predict_step") and hasattr(run.task, "draw")):
         return []
     with evaluating(run.model), run.precision.autocast():
-        rows = Predictions(run.config, run.task, run.model, draws=True)(run.data.evaluated_batch())
+        rows = Predictions(run.config, run.task, run.model, True, run.data.classes)(run.data.evaluated_batch())
     return [row["picture"] for row in rows]
 
 

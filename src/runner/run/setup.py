@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from runner.base import slurm
+from runner.base.durations import seconds
 from runner.base.errors import ConfigError, UserError
-from runner.base.reading import read_json, read_overrides, read_regular, read_summary
+from runner.base.reading import number_or_none, read_json, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_words
 from runner.checkpoint import find
 from runner.config.changes import changes_refused
@@ -63,6 +64,9 @@ def decide(directory: RunDirectory) -> None:
     if refused := changes_refused([key for key, _, _ in differences], found.contents["position"]["batch"] > 0):
         raise ConfigError(refused)
     directory.config, directory.found, directory.differences = config, found, differences
+    if config.budget is not None:  # of which the run has used a part already
+        used = number_or_none(at(read_summary(found.path.resolve().parents[1]), "budget_used")) or 0.0
+        directory.began -= used * seconds(config.budget)
     directory.warnings += found.warnings
 
 

@@ -17,6 +17,7 @@ from runner.config.schema.train import Train
 from runner.data.loaders import Batch
 from runner.data.module import DataModule
 from runner.data.sample_rng import preserved_rng
+from runner.distributed.world import world
 from runner.engine.errors import is_out_of_memory
 from runner.engine.evaluation import NO_MEANS
 from runner.engine.freezing import Freezing
@@ -191,9 +192,17 @@ def forward_copies(steps: Any, model: nn.Module, data: DataModule, samples: int)
 
 
 def try_single_sample(
-    steps: Any, model: nn.Module, loss: nn.Module, data: DataModule, *, freezing: Freezing, epoch: EpochPlan, ranks: int
+    config: Train,
+    steps: Any,
+    model: nn.Module,
+    loss: nn.Module,
+    data: DataModule,
+    *,
+    freezing: Freezing,
+    epoch: EpochPlan,
 ) -> None:
-    """Train on one sample, if the `ranks` that share a batch may get no more: BatchNorm has no variance to compute."""
+    """Train on one sample, if the ranks that share a batch may get no more: BatchNorm has no variance to compute."""
+    ranks = 1 if config.sync_batchnorm else world().size
     # The last batch is the smallest, so it decides
     if epoch.size(epoch.batches - 1) // ranks > 1:
         return
@@ -203,6 +212,21 @@ def try_single_sample(
     failed = explaining("data.batch_size", f"{which}, and training on one fails: ", allowed)
     with failed, _training(model, loss), freezing.as_at(None):  # training everything asks for the most
         steps(data.example_batch(1).data)
+
+
+def try_adapters(config: Train, steps: Any, model: nn.Module, loss: nn.Module, data: DataModule) -> None:
+    """Refuse adapters of layers whose weights the model reads instead of calling them, as torchvision's Swin does."""
+    if config.adapters.rank is None:
+        return
+    layers, called = {name: each for name, each in model.named_modules() if hasattr(each, "lora_A")}, set[nn.Module]()
+    with contextlib.ExitStack() as hooks:
+        for each in layers.values():
+            hooks.callback(each.register_forward_hook(lambda layer, *_: called.add(layer)).remove)
+        with _training(model, loss), explaining("adapters", "the adapted model cannot be trained: "):
+            forward_copies(steps, model, data, 2)
+    if unused := [name for name, each in layers.items() if each not in called]:
+        problem = f"adapters of {', '.join(unused[:3])} have no effect, as the model does not call these layers"
+        raise UserError("adapters.modules", problem, "patterns of other layers")
 
 
 def auto_batch_size(config: T, build: Callable[[T], Run]) -> tuple[T, list[tuple[str, str, str]]]:

@@ -61,8 +61,8 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _layers(module: nn.Module) -> int:
-    """The number of modules with direct parameters."""
-    return sum(bool(inner._parameters) for inner in module.modules())
+    """The number of modules with direct parameters; a layer and its adapter are one."""
+    return sum(bool(inner._parameters) and "lora_" not in name for name, inner in module.named_modules())
 
 
 def _outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[Block]:

@@ -18,11 +18,13 @@ from runner.config.changes import changes_result
 from runner.config.composition import Composition
 from runner.config.keys import at, flatten, key_of, within
 from runner.config.load import compose_job, problems_in, problems_without_imports
+from runner.config.schema.train import Adapters
 
 # A run may be resumed with other values of these, but they decide what a job of a sweep is.
 _COUNT_TOO = ("ckpt_path", "dry_run", "data.root")
 # These do not count at their default, as the ledgers of earlier versions lack them.
-_ADDED = {"data.decode": "auto", "transform.close_epochs": 0}
+_ADDED = {"budget": None, "data.decode": "auto", "transform.close_epochs": 0}
+_ADDED |= {f"adapters.{key}": value for key, value in vars(Adapters()).items()}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from runner.engine.metrics import Additive
 from runner.engine.protocols import Metric
-from runner.tasks.task import Derived
+from runner.tasks.task import Derived, colour
 
 _OF_OBJECTS = ("boxes", "labels", "masks")  # what models of torchvision are trained on
 _SHOWN = 0.5  # least score of a box in a picture
@@ -34,6 +34,7 @@ class Detection:
 
     monitor = "val/map"
     mode: Literal["min", "max"] = "max"
+    formats = ("coco", "yolo")
 
     def __init__(self, num_classes: int, masks: bool = False) -> None:
         if num_classes < 1:
@@ -82,16 +83,29 @@ class Detection:
         found = modules["model"](batch[0])
         return {name: [each[name] for each in found] for name in ("boxes", "labels", "scores")}
 
-    def draw(self, sample: Any, outputs: Mapping[str, Tensor]) -> Tensor:
-        """The image of a batch of one with the boxes whose score is above 0.5, uint8 (3, H, W)."""
-        from torchvision.utils import draw_bounding_boxes
+    def shown(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What `draw` takes: objects as they are."""
+        return values
+
+    def draw(self, sample: Any, outputs: Mapping[str, Tensor], classes: Sequence[str] = ()) -> Tensor:
+        """The image of a batch of one with objects, those with a score only above 0.5, uint8 (3, H, W)."""
+        from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
         picture: Tensor = sample[0][0].cpu()
-        kept = outputs["scores"].cpu() > _SHOWN
-        labels = [str(int(label)) for label in outputs["labels"].cpu()[kept]]
-        if labels:  # torchvision warns of images without a box
-            picture = draw_bounding_boxes(picture, outputs["boxes"].cpu()[kept], labels)
-        return picture
+        labels = outputs["labels"].cpu()
+        scores = outputs.get("scores", torch.ones(len(labels))).cpu()  # a truth has none
+        kept = scores > _SHOWN
+        numbers: list[int] = labels[kept].tolist()
+        if not numbers:  # torchvision warns of images without a box
+            return picture
+        named = dict(enumerate(classes, 1))
+        names, colours = [named.get(each, str(each)) for each in numbers], [*map(colour, numbers)]
+        if "scores" in outputs:
+            names = [f"{name} {score:.2f}" for name, score in zip(names, scores[kept].tolist(), strict=True)]
+        if "masks" in outputs:
+            picture = draw_segmentation_masks(picture, outputs["masks"].cpu()[kept].bool(), alpha=0.5, colors=colours)
+        boxed: Tensor = draw_bounding_boxes(picture, outputs["boxes"].cpu()[kept], names, colours)
+        return boxed
 
     def metric_names(self) -> list[str]:
         """COCO's mean average precision, with the IoU 0.5 and 0.75, and of masks (`segm_...`)."""

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 from runner.engine.metrics import PixelCounts
 from runner.engine.protocols import Metric
-from runner.tasks.task import Derived
+from runner.tasks.task import Derived, colour
 
 
 class Segmentation:
@@ -29,6 +29,7 @@ class Segmentation:
 
     monitor = "val/miou"
     mode: Literal["min", "max"] = "max"
+    formats = ("masks",)
     expected = "masks of class numbers from 0 on; data.dataset.values, where there is one, for other values"
 
     def __init__(self, num_classes: int, ignore_index: int = 255, aux_weight: float = 0.5) -> None:
@@ -104,18 +105,32 @@ class Segmentation:
         logits = _main(modules["model"](batch[0]))
         return {"loss": modules["loss"](logits, masks), "outputs": logits.argmax(1), "targets": masks}
 
-    def predict_step(self, modules: Mapping[str, nn.Module], batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """The class of each pixel, uint8 (B, H, W)."""
-        return {"mask": _main(modules["model"](batch[0])).argmax(1).to(torch.uint8)}
+    def predict_step(self, modules: Mapping[str, nn.Module], batch: Any, threshold: float = 0.0) -> dict[str, Tensor]:
+        """The class of each pixel, uint8 (B, H, W), or `ignore_index` where its probability is below `threshold`."""
+        logits = _main(modules["model"](batch[0]))
+        mask = logits.argmax(1).to(torch.uint8)
+        if threshold:
+            mask[logits.float().softmax(1).amax(1) < threshold] = self.ignore_index
+        return {"mask": mask}
+
+    def shown(self, values: Tensor) -> dict[str, Tensor]:
+        """What `draw` takes, of classes (H, W)."""
+        return {"mask": values}
 
     def draw(self, sample: tuple[Tensor, Tensor], outputs: Mapping[str, Tensor]) -> Tensor:
-        """The image of a batch of one with the classes as colours over it, uint8 (3, H, W)."""
+        """The image of a batch of one with the classes as colours over it, uint8 (3, H, W); class 0 is left as it is."""
         from torchvision.utils import draw_segmentation_masks
 
-        classes = torch.arange(self.num_classes)[:, None, None]
-        masks = outputs["mask"].cpu() == classes
-        picture: Tensor = draw_segmentation_masks(sample[0][0].cpu(), masks, alpha=0.5)
+        picture, mask = sample[0][0].cpu(), outputs["mask"].cpu()
+        numbers = [number for number in torch.unique(mask).tolist() if number not in (0, self.ignore_index)]
+        if numbers:  # torchvision warns of images without a mask
+            masks = mask == torch.tensor(numbers)[:, None, None]
+            picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=[colour(each) for each in numbers])
         return picture
+
+    def legend(self, classes: Sequence[str]) -> dict[str, tuple[int, int, int]]:
+        """The colours of all classes but the first."""
+        return {name: colour(number) for number, name in enumerate(classes) if number}
 
     def metric_names(self) -> list[str]:
         """Mean intersection over union of the classes, and share of pixels with the right class."""

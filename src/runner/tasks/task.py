@@ -6,6 +6,7 @@ of the methods of `Task` is as `Task` has it. Select a custom one with `task._ta
 
 from __future__ import annotations
 
+import colorsys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,8 +43,12 @@ class Task:
     a `Progress` if they have an argument of this name.
 
     An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
+    Optional `formats` of labels are `coco` and `yolo` of its `boxes`, `labels` and `scores`, or `masks` of `mask`, uint8 (B, H, W);
+    for these it gets `threshold`, if the user sets it.
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
-    and of what `predict_step` gave for it, without the axis of the batch.
+    and of what `predict_step` gave for it, without the axis of the batch. It may take `classes`, their names. An optional
+    `shown(values)` makes what `draw` takes of the `outputs` or `targets` of `evaluation_step`, or the targets of a batch, for one
+    sample; an optional `legend(classes)` gives colours (red, green, blue), 0 to 255, by name.
 
     An optional `sample(modules)` or `sample(modules, count)` generates, after each evaluation of the validation split and for
     `predict samples=64`, a dict by name of pictures, uint8 (3 or 1, H, W) or several, (N, 3 or 1, H, W), texts, and numbers.
@@ -102,11 +107,13 @@ STEPS = {
 
 SHOWS = {
     "predict_step": ("modules", "batch"),
-    "draw": ("sample", "outputs"),
+    "draw": ("sample", "outputs", "[classes]"),
+    "shown": ("values",),
+    "legend": ("classes",),
     "sample": ("modules", "[count]"),
     "export_inputs": ("batch",),
 }
-"""Those that it may have to show what the model makes of samples; `count` only if `sample` takes it."""
+"""Those that it may have to show what the model makes of samples; `count` and `classes` only if they are taken."""
 
 
 class Derived(Additive):
@@ -127,6 +134,13 @@ def converting(metric: Any, task: Any) -> Any:
         update = metric.update
         metric.update = lambda outputs, targets: update(*convert(outputs, targets))
     return metric
+
+
+def colour(number: int) -> tuple[int, int, int]:
+    """The colour of class `number` in pictures: red, green and blue, 0 to 255."""
+    # The golden ratio: neighbours differ most
+    red, green, blue = colorsys.hsv_to_rgb(number * 0.618034 % 1, 0.85, 0.95)
+    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def at_least_float32(targets: Tensor) -> Tensor:

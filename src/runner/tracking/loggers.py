@@ -370,7 +370,7 @@ class TensorBoard(Background):
             # Its own thread would print a traceback where the disk is full, beside the error that `flush` raises
             self._writer.file_writer.event_writer._async_writer._worker._invoke_excepthook = lambda *_: None
         for split, sample in self._samples.items():
-            pixels = (sample if len(sample) in (1, 3) else sample[:1]).detach().float().cpu()
+            pixels = sample[: 3 if len(sample) > 2 else 1].detach().float().cpu()
             low, high = pixels.min(), pixels.max()
             shown = (pixels - low) / (high - low).clamp(min=1e-12)
             self._writer.add_image(f"first sample/{split}", shown, self.resume_step or 0)

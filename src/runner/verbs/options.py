@@ -83,6 +83,13 @@ def show(argv: Sequence[str]) -> int:
     if "--schema" in argv:
         return _show_schemas([word for word in argv if word != "--schema"])
     sources, words = sources_and_words("show", argv)
+    known = [f"data={option.name}" for option in sources.options("data")]
+    if any(word.startswith("data=") and word not in known for word in words):
+        from runner.config.data_path import written_out  # imports Hydra
+
+        words, found = written_out(words, sources)
+        print(f"# {found}\n\n" * bool(found), end="")
+        words = [word for word in words if not (found and word.startswith("data."))]
     for word in words or ["train"]:
         if files := _files(word, sources):
             for path in files:

@@ -183,14 +183,14 @@ def _training_words(packer: Packer, data: Data) -> list[str]:
     """The words of `train` for the shards: what their option does not have as the data set has it."""
     dataset = packer.parts["train"][0]
     if isinstance(dataset, ImageList | MaskFolder):
-        channels, size = int(dataset.decoding.channels), data.image_size
+        channels, size = dataset.decoding.channels, data.image_size
     else:
         channels, height, width = as_tensor(dataset[0][0]).shape
         size = height if height == width else None
     words = ["data=shards", f"data.root={quoted(packer.folder)}"]
     values: dict[str, Any] = {"image_size": size}
-    if channels == 1:
-        values |= {"dataset.channels": 1, "normalize.mean": None, "normalize.std": None}
+    if channels != 3:
+        values |= {"dataset.channels": channels, "normalize.mean": None, "normalize.std": None}
     if packer.target != "class":
         values |= {"dataset.target": packer.target, "images": data.images, "batch_size": data.batch_size}
         values |= {"hflip": data.hflip, "normalize.mean": data.normalize.mean, "normalize.std": data.normalize.std}

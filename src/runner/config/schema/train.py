@@ -19,6 +19,7 @@ from runner.config.schema.sections import (
     Node,
     NonNegative,
     Section,
+    Share,
     Transform,
 )
 
@@ -31,6 +32,16 @@ class Clip(Section):
     norm: Annotated[float, Gt(0)] | None = None
     value: Annotated[float, Gt(0)] | None = None
     agc: Annotated[float, Gt(0)] | None = None
+
+
+class Adapters(Section):
+    """Low-rank adapters, which are trained instead of the weights of the model; none without a rank."""
+
+    rank: Count | None = None
+    alpha: Annotated[float, Gt(0)] = 8.0
+    dropout: Share = 0.0
+    modules: list[str] = field(default_factory=lambda: ["*qkv"])
+    trained: list[str] | None = None
 
 
 class Averaging(Section):
@@ -57,6 +68,7 @@ class Log(Section):
     utilization: bool | Literal["auto"] = "auto"
     device: bool | Literal["auto"] = "auto"
     curves: bool = True
+    pictures: bool | Literal["auto"] = "auto"
 
 
 class Watch(Section):
@@ -113,6 +125,7 @@ class Train(Section):
     seed: NonNegative = 0
     epochs: Count | None = 30
     max_steps: Count | None = None
+    budget: str | None = None
     max_time: str | None = None
     ckpt_path: str | None = None
     lr: Annotated[float, Gt(0)] | None = None
@@ -169,5 +182,6 @@ class Train(Section):
     scheduler: Node
     loss: Node
     task: Node
+    adapters: Adapters = field(default_factory=Adapters)
     logger: dict[str, Node] = field(default_factory=dict)
     callbacks: dict[str, Node] = field(default_factory=dict)

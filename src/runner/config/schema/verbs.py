@@ -130,6 +130,8 @@ class Predict(Train):
     samples: Count | None = None
     weights: Weights = "auto"
     output: str | None = None
+    format: Literal["table", "coco", "yolo", "masks"] = "table"
+    threshold: Annotated[float, Ge(0), Le(1)] | None = None
     top_k: Count = 1
     probabilities: bool = False
     logits: bool = False

@@ -63,7 +63,7 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
     """Images mapped from an array in a file, whose pages all processes share.
 
     Attributes:
-        images: uint8 (N, C, H, W); read-only.
+        images: uint8 (N, C, H, W), or float32 of 16 bits; read-only.
         targets: (N, ...), in memory.
         unreadable: samples that could not be read when the file was made, int64 (U,), ascending; their places hold other images.
 
@@ -74,7 +74,8 @@ class CachedImages(Dataset[tuple[Tensor, Tensor]]):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             self.images = torch.from_numpy(np.lib.format.open_memmap(path, mode="r"))
-        if self.images.dtype != torch.uint8 or self.images.dim() != 4 or len(self.images) != len(targets):
+        kinds = torch.uint8, torch.float32
+        if self.images.dtype not in kinds or self.images.dim() != 4 or len(self.images) != len(targets):
             raise ValueError(f"{path.name} has no images for {len(targets):,} targets")
         self.targets, self.unreadable = targets, unreadable
         self._path, self._missing = path, frozenset(unreadable.tolist())

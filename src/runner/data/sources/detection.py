@@ -340,7 +340,7 @@ def yolo(
             continue
         files, unread = listing.images_below(folder)
         images = [Annotated(Path(file), number, None) for number, file in enumerate(files)]
-        places = [_labels_of(image.path) for image in images]
+        places = [labels_of(image.path) for image in images]
         for image, text in zip(images, places, strict=True):
             try:
                 if os.path.lexists(text):
@@ -358,7 +358,7 @@ def yolo(
     return made
 
 
-def _labels_of(image: Path) -> Path:
+def labels_of(image: Path) -> Path:
     """The text file of an image of YOLO: in `labels` instead of `images`, or beside the image where there is no such folder."""
     text = image.with_suffix(".txt")
     head, found, tail = f"/{text.as_posix()}".rpartition("/images/")

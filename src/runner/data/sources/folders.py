@@ -9,7 +9,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from runner.base.errors import UserError, nearest
 from runner.config.schema.sections import Data
 from runner.data.sources import listing
+from runner.data.sources.bands import Channels
 from runner.data.sources.image_io import Cut, Decoding, encoded_image, middle_square
 
 
@@ -123,7 +124,7 @@ class ImageFolder(ImageList):
 def image_folder(
     root: str,
     image_size: int | None = None,
-    channels: Literal[1, 3] = 3,
+    channels: Channels = 3,
     train_folder: str = "train",
     val_folder: str = "val",
     *,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch import Tensor
 from runner.base.errors import UserError, nearest, require
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
+from runner.data.sources.bands import Channels
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding
 from runner.data.sources.tables import Kind, Table, column_targets
@@ -58,7 +59,7 @@ def hugging_face(
     val_split: str | None = None,
     test_split: str | None = None,
     image_size: int | None = None,
-    channels: Literal[1, 3] = 3,
+    channels: Channels = 3,
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
 ) -> dict[str, EncodedImages]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from PIL import Image
@@ -22,6 +23,7 @@ from runner.data.placement import choose_num_workers
 from runner.data.sampler import AllSamples
 from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
+from runner.data.sources.bands import KEPT, Channels
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, middle_square
 from runner.data.transforms.augment import Pipeline
@@ -70,11 +72,14 @@ class ImageFiles(ImageFolder):
             channels, own = dataset.get("channels", channels), dataset.get("image_size") or data.image_size
             share = dataset.get("crop_share", share) if own is not None else share
             size = own if transforms else size
-        if channels not in (1, 3):
+        if dataset.get("channels") in KEPT:
+            channels = dataset["channels"]
+        elif channels not in (1, 3):
             problem = f"the model was trained on images of {channels} channels, and files have 1 or 3"
             raise UserError("input", problem, "train, val or test, a split of the data")
         try:
-            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels, data.decode)
+            found = None if transforms else (shape[0], None)  # transforms may change the channels
+            decoding = Decoding(size, channels, share, dataset.get("max_pixels") or data.max_pixels, data.decode, found)
         except ValueError as error:
             raise UserError("data.dataset", str(error)) from error
         super().__init__(paths, torch.zeros(len(paths), dtype=torch.int64), (), decoding)
@@ -95,11 +100,21 @@ class ImageFiles(ImageFolder):
         path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
         return as_tensor(transformed(decoding.read(path, content, size, cut), self._transforms))
 
+    def _found(self) -> tuple[int, torch.dtype | None]:
+        """The channels and the dtype of the first file that can be read, which all others must have."""
+        for path in map(self.path, range(len(self))):
+            with contextlib.suppress(UserError):
+                image = self.decoding.read(path)
+                self.decoding = replace(self.decoding, found=(len(image), image.dtype))
+                break
+        return self.decoding.found or (self.shape[0], None)
+
     def blank(self) -> Tensor:
         """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""
         size = self.decoding.image_size
         height, width = self.shape[1:] if size is None else (size, size)
-        blank = torch.zeros((self.decoding.channels, height, width), dtype=torch.uint8)
+        channels, dtype = (self.decoding.channels, None) if self.decoding.channels in (1, 3) else self._found()
+        blank = torch.zeros((channels, height, width), dtype=dtype or torch.uint8)
         try:
             made = as_tensor(transformed(blank, self._transforms))
         except Exception as error:  # user code can raise anything
@@ -174,16 +189,18 @@ def files_loader(
 def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[Loader, BadSamples]:
     """A loader of image files in their order, as `ImageSamples`; and its unreadable files.
 
-    Files are RGB, or grey if `data.dataset.channels` or else `model.in_channels` is 1. Raises `UserError` if samples are not
+    Files are RGB, unless `data.dataset.channels` or else `model.in_channels` says otherwise. Raises `UserError` if samples are not
     made of one image.
     """
     data, count, fields = config.data, len(paths), config.data.images or []
     if len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
         problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
         raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
-    channels: Literal[1, 3] = 1 if data.dataset.get("channels", config.model.get("in_channels")) == 1 else 3
+    given: Any = data.dataset.get("channels", config.model.get("in_channels"))
+    channels: Channels = given if given in (1, *KEPT) else 3
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, data.decode))
-    files.field = fields[0]
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
+    made.fix_channels()
+    files.field = fields[0]
     made.workers = choose_num_workers(data.num_workers, count).workers
     return made.split("input", False).loader, made.bad_samples

@@ -9,7 +9,6 @@ cropping and resizing of JPEGs to a device.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.metadata
 import io
@@ -28,6 +27,8 @@ from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, open_regular, read_regular
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
+from runner.data.sources import bands
+from runner.data.sources.bands import KEPT, SIXTEEN_BIT, Channels
 
 # Raise it when the same file gives other pixels than before: caches of decoded images are then rebuilt.
 DECODING = 2
@@ -39,8 +40,6 @@ Cut = Callable[[int, int], Region]
 Decode = Literal["auto", "pillow", "torchcodec", "device"]
 """What decodes JPEGs, see `data.decode`."""
 
-_SIXTEEN_BIT = ("I;16", "I;16L", "I;16B", "I;16N", "I")
-_FIRST_TO = {"LAB": "RGB", "La": "LA"}  # Pillow converts these to nothing else
 _STRETCHED = {"L;2": 85, "L;4": 17}  # by which Pillow multiplies grey values of 2 and 4 bits
 _ORIENTATION = 0x0112
 # What turns an image upright, by the value of the Exif tag Orientation.
@@ -77,25 +76,28 @@ class Decoding:
     Attributes:
         image_size: every image is cropped to its central square and resized (bilinear, antialiased) to this many pixels a side;
             None keeps the sizes.
-        channels: 3 for RGB, 1 for grey.
+        channels: see `read_image`.
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
         decode: what decodes JPEGs, see `read_image`.
+        found: channels that every file must have if they are kept, and the dtype; None for any. Unlike the others, it does not
+            change pixels.
 
     Raises `ValueError` if one is out of range, `UserError` if there is no torchcodec that `decode` asks for.
     """
 
     image_size: int | None = None
-    channels: Literal[1, 3] = 3
+    channels: Channels = 3
     crop_share: float = 1.0
     max_pixels: int = Data.max_pixels
     decode: Decode = "auto"
+    found: tuple[int, torch.dtype | None] | None = None
 
     def __post_init__(self) -> None:
         if self.image_size is not None and self.image_size < 1:
             raise ValueError(f"image_size must be at least 1, got {self.image_size}")
-        if self.channels not in (1, 3):
-            raise ValueError(f"channels must be 1 or 3, got {self.channels}")
+        if self.channels not in (1, 3, *KEPT):
+            raise ValueError(f"channels must be auto or 1 to {bands.MOST_CHANNELS}, got {self.channels}")
         if not 0 < self.crop_share <= 1:
             raise ValueError(f"crop_share must be above 0 and at most 1, got {self.crop_share}")
         if self.decode == "torchcodec" and _torchcodec() is None:
@@ -109,16 +111,19 @@ class Decoding:
         size: int | None = None,
         cut: Cut = middle_square,
     ) -> Tensor:
-        """`read_image` with the other settings."""
+        """`read_image` with the other settings; raises `UserError` if the image has others than the `found` channels."""
         pixels, decode = self.max_pixels, self.decode
-        return read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
+        image = read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
+        if self.channels in KEPT:
+            bands.check_kind(path, image, *(self.found or (self.channels, None)))
+        return image
 
     def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """All that the pixels depend on besides the bytes of a file: settings, and versions of libraries."""
         libraries = torch.__version__, features.version("pil"), features.version("jpg")
         # All others give the same pixels on the host, and share caches
         forced = ("torchcodec", importlib.metadata.version("torchcodec")) if self.decode == "torchcodec" else ()
-        return (DECODING, *dataclasses.astuple(self)[:-1], *forced), libraries
+        return (DECODING, self.image_size, self.channels, self.crop_share, self.max_pixels, *forced), libraries
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,7 @@ class Encoded:
 def read_image(
     path: Path | str,
     image_size: int | None,
-    channels: Literal[1, 3] = 3,
+    channels: Channels = 3,
     cut: Cut = middle_square,
     *,
     max_pixels: int = Data.max_pixels,
@@ -152,22 +157,31 @@ def read_image(
     """Decode an image file: AVIF if Pillow has it, BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
 
     The Exif orientation is applied, transparent pixels are composited over white, 16-bit greys are scaled to 8 bits, and
-    palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read.
+    palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read. If the channels are kept,
+    transparency is one of them, and 16 bits are kept in PNGs and TIFFs, and grey PGMs.
 
     Args:
         path, max_pixels: the file, and the most pixels that it may have.
         image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
-        channels: 3 for RGB, 1 for grey.
+        channels: 3 for RGB, 1 for grey; others keep those of the file, whatever their number, and its bits.
         cut: the part of the upright image to read; called once, ignored if `image_size` is None.
         content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
         decode: pillow decodes all files with Pillow; torchcodec decodes whole JPEGs, those with torchcodec that need not be
             turned; auto and device let torchcodec decode those of which it gives the same pixels in less time, if installed.
 
-    Returns uint8 (channels, H, W), contiguous. Raises `UserError`, which names the file, if it is missing, truncated, no image
-    or too large.
+    Returns uint8 (channels, H, W), or float32 from 0 to 1 of 16 bits, contiguous. Raises `UserError`, which names the file, if
+    it is missing, truncated, no image or too large.
     """
-    mode: Literal["RGB", "L"] = "RGB" if channels == 3 else "L"
+    keeps = channels in KEPT
+    if keeps and (kept := bands.unreduced(path, content, max_pixels)) is not None:
+        planes = _turned(*kept)
+        rows, columns = planes.shape[1:]
+        if image_size is not None:
+            top, left, rows, columns = cut(rows, columns)
+            planes = planes[:, top : top + rows, left : left + columns]
+        return resized(bands.in_range(planes), (0, 0, rows, columns), image_size or (rows, columns))
     with _opened(path, content, max_pixels) as opened:
+        mode = bands.own_mode(opened) if keeps else "RGB" if channels == 3 else "L"
         if opened.format not in _REDUCIBLE:
             opened.load()
         turn, height, width = _upright(opened)
@@ -177,16 +191,16 @@ def read_image(
         plain = reduction == 1 and turn not in _TURNS and opened.format == "JPEG" and opened.mode == mode == "RGB"
         # torchcodec turns an image by its own reading of the Exif orientation
         usable = turn == 1 if forced else plain and decode != "pillow"
-        if usable and (whole := _by_torchcodec(opened.fp, "RGB" if channels == 3 else "GRAY")) is not None:
+        if usable and (whole := _by_torchcodec(opened.fp, "RGB" if mode == "RGB" else "GRAY")) is not None:
             return whole.contiguous() if image_size is None else resized(whole, region, image_size)
         opened.load()
         image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
         top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
         if image.size != (columns, rows):
             image = image.crop((left, top, left + columns, top + rows))
-        image = _as_mode(image, mode)
+        image = bands.as_mode(image, mode)
         pixels = torch.from_numpy(np.array(image))
-    planes = pixels.permute(2, 0, 1) if channels == 3 else pixels.unsqueeze(0)
+    planes = bands.in_range(pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0))
     return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
 
 
@@ -229,11 +243,15 @@ def decoded(images: Sequence[Encoded], device: torch.device) -> list[Tensor | No
 
 
 def _part(image: Encoded, whole: Tensor) -> Tensor:
-    upright = whole.transpose(1, 2) if image.turn in _ON_ITS_SIDE else whole
-    upright = upright.flip(_FLIPPED[image.turn]) if image.turn in _FLIPPED else upright
+    upright = _turned(whole, image.turn)
     top, left, rows, columns = image.region
     part = upright[:, top : top + rows, left : left + columns].float()  # CUDA resizes no bytes
     return resized(part, (0, 0, rows, columns), image.shape[1:]).round_().to(torch.uint8)
+
+
+def _turned(whole: Tensor, turn: int) -> Tensor:
+    upright = whole.transpose(1, 2) if turn in _ON_ITS_SIDE else whole
+    return upright.flip(_FLIPPED[turn]) if turn in _FLIPPED else upright
 
 
 def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: bytes | None = None) -> Tensor:
@@ -243,7 +261,7 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
     palette, and for PPM files.
     """
     with _opened(path, content, max_pixels, "mask") as opened:
-        if opened.mode not in ("1", "L", "P", *_SIXTEEN_BIT):
+        if opened.mode not in ("1", "L", "P", *SIXTEEN_BIT):
             kind = f"its pixels are colours ({opened.mode}) without a palette"
             raise ValueError(f"{kind}, and a grey image or one with a palette, of class numbers, is expected")
         if opened.format in ("PPM", *_REDUCIBLE):  # Pillow stretches grey values to 255, and JPEG changes them
@@ -253,7 +271,7 @@ def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: b
         layout = opened.tile[0][3] if opened.tile else None
         stretch = _STRETCHED.get(layout if isinstance(layout, str) else "", 1)
         values = np.array(opened)
-        kept = np.int32 if opened.mode in _SIXTEEN_BIT else np.uint8
+        kept = np.int32 if opened.mode in SIXTEEN_BIT else np.uint8
         return torch.from_numpy((values // stretch if stretch > 1 else values).astype(kept))
 
 
@@ -278,8 +296,8 @@ def smaller_file(
             return extension, read_regular(Path(path), LARGEST_DATA) if content is None else content
         if kind not in _REDUCIBLE:  # Pillow turns a TIFF when it loads it, and says so only then
             opened.load()
-        turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *_SIXTEEN_BIT)
-        image = _as_mode(opened, "L" if grey else "RGB")
+        turn, grey = _orientation(opened), opened.mode in ("1", "L", "F", *SIXTEEN_BIT)
+        image = bands.as_mode(opened, "L" if grey else "RGB")
         image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)  # large JPEGs are reduced while decoding
         image = image.transpose(_TURNS[turn]) if turn in _TURNS else image
         image.info.clear()
@@ -301,12 +319,14 @@ def _opened(
         else:
             file: Any = files.enter_context(open_regular(path) if content is None else io.BytesIO(content))
             opened = files.enter_context(Image.open(file, formats=_FORMATS))
-        width, height = opened.size
-        if width * height > max_pixels:  # before decoding: a file of a few hundred kB can take gigabytes of memory
-            pixels = f"{width:,} x {height:,} = {width * height:,} pixels, and data.max_pixels={max_pixels}"
-            allowed = "a larger data.max_pixels, a smaller image, or data.on_error=skip"
-            raise UserError("", f"cannot read the image {path}: it has {pixels}", allowed)
+        bands.check_size(path, opened.size, max_pixels)
         yield opened
+
+
+def upright_size(path: Path | str, max_pixels: int = Data.max_pixels) -> tuple[int, int]:
+    """Height and width of the image of a file, as `read_image` gives it, with its errors; only the head of the file is read."""
+    with _opened(path, None, max_pixels) as opened:
+        return _upright(opened)[1:]
 
 
 def resized(image: Tensor, region: Region, size: int | tuple[int, int]) -> Tensor:
@@ -336,7 +356,7 @@ def _upright(opened: Any) -> tuple[int, int, int]:
     return (turn, width, height) if turn in _ON_ITS_SIDE else (turn, height, width)
 
 
-def _reduce(opened: Any, mode: Literal["RGB", "L"], region: Region, image_size: int | None) -> int:
+def _reduce(opened: Any, mode: str, region: Region, image_size: int | None) -> int:
     """Ask a JPEG decoder for a smaller image, and return the factor."""
     if opened.format not in _REDUCIBLE:
         return 1
@@ -376,18 +396,3 @@ def _scaled(region: Region, reduction: int, height: int, width: int) -> Region:
     top, left, rows, columns = (round(number / reduction) for number in region)
     rows, columns = min(rows, height), min(columns, width)
     return min(top, height - rows), min(left, width - columns), rows, columns
-
-
-def _as_mode(image: Image.Image, mode: Literal["RGB", "L"]) -> Image.Image:
-    image = image.convert(_FIRST_TO[image.mode]) if image.mode in _FIRST_TO else image
-    if image.mode in _SIXTEEN_BIT or image.mode == "F":
-        values = np.asarray(image)
-        if values.dtype.kind == "f" or values.min() < 0 or values.max() > 65535:
-            problem = "its pixels are 32-bit numbers, whose black and white are unknown"
-            raise ValueError(f"{problem}; save it with 8 or 16 bits")
-        # Pillow's own conversion would clip 16-bit greys at 255
-        image = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
-    elif image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image if image.mode == mode else image.convert(mode)

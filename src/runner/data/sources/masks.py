@@ -7,7 +7,7 @@ import itertools
 import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from runner.base.errors import UserError
 from runner.base.reading import read_text
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
+from runner.data.sources.bands import Channels
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import check_names, existing, images_below
@@ -98,7 +99,7 @@ def check_values(values: Values | None, classes: Sequence[str]) -> None:
 def segmentation_folder(
     root: str,
     classes: list[str] | None = None,
-    channels: Literal[1, 3] = 3,
+    channels: Channels = 3,
     values: list[int | list[int]] | None = None,
     *,
     max_pixels: int = Data.max_pixels,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, Union
+from typing import Any, BinaryIO, Union
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from runner.base.errors import UserError
 from runner.base.reading import LARGEST_DATA, LARGEST_TEXT, MOST_NAMES, is_url, open_regular, read_regular
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
+from runner.data.sources.bands import Channels
 from runner.data.sources.detection import with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding, read_mask
@@ -133,7 +134,7 @@ class TargetShards(Shards):
 def shards(
     root: str,
     image_size: int | None = None,
-    channels: Literal[1, 3] = 3,
+    channels: Channels = 3,
     *,
     target: Kind = "class",
     label: str = "label",

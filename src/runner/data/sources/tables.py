@@ -17,6 +17,7 @@ from runner.base.errors import UserError, nearest, require
 from runner.base.reading import bounded, digits
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
+from runner.data.sources.bands import Channels
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
 from runner.data.sources.listing import absent, is_inside
@@ -78,7 +79,7 @@ def image_table(
     group_column: str | None = None,
     delimiter: str | None = None,
     image_size: int | None = None,
-    channels: Literal[1, 3] = 3,
+    channels: Channels = 3,
     crop_share: float = 1.0,
     max_pixels: int = Data.max_pixels,
     on_error: Literal["raise", "skip"] = "raise",

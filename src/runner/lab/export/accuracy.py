@@ -79,7 +79,9 @@ class Accuracy:
 
     def metrics(self, exported: nn.Module) -> dict[str, float]:
         """Loss and metrics of a model that takes what is exported takes."""
-        modules = Modules({**self._modules, "model": _OfNormalized(exported, self._taken)})
+        model = _OfNormalized(exported, self._taken)
+        # As `build_modules` gives them
+        modules = Modules({**self._modules, "model": model}) if len(self._modules) > 1 else model
         evaluated = steps_of(self._task, modules, self._loss, 1).evaluated
         metrics, limit = build_metrics(self._config, self._task, _CPU), self._config.limit.eval_batches
         return evaluate(modules, self._split.loader, evaluated, loss=self._loss, metrics=metrics, limit=limit)

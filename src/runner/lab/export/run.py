@@ -35,12 +35,10 @@ from runner.lab.export.formats import (
     quantized,
 )
 from runner.run import from_checkpoint
-from runner.run.finetune import explaining
+from runner.run.finetune import explaining, merged
 from runner.run.from_checkpoint import ResolvedCheckpoint, output_folder, resolve_checkpoint
 from runner.run.model import DataFacts, model_of
 from runner.runtime.device import configure_torch
-from runner.tasks.detection import Detection
-from runner.tasks.segmentation import Segmentation
 from runner.tasks.task import Task
 from runner.tracking.environment import versions
 from runner.tracking.formats import digits
@@ -71,10 +69,14 @@ def run(composition: Composition) -> float:
     # Exported models predict only
     model: Any = model_of(modules).requires_grad_(False)
     samples = max(EXAMPLES, *config.batch_sizes)
-    resolved, model, image, inputs = _prepared(resolved, task, model, data)
-    config, description = resolved.config, getattr(model, "description", {})
+    image, inputs, description = data, dict[str, Tensor](), dict[str, Any]()
+    if hasattr(model, "export_model"):
+        model = model.export_model()
+        image, description = DataFacts(resolved.classes, 3, model.image_size), model.description
+    elif config.data.images is not None:
+        image, inputs = _inputs_of_samples(resolved, task, model)
     if measures and (inputs or description):
-        raise UserError("split", "needs a model that takes one field of images, and is not a detector", "null")
+        raise UserError("split", "needs a model that takes one field of images, and no detector", "null")
     inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
     inputs = inputs or {INPUT: _noise(resolved, image, samples)}
     if "torchscript" in chosen:
@@ -94,7 +96,7 @@ def run(composition: Composition) -> float:
     folder = output_folder(config.output, default, config.output_root, "exports")
     # Several batch sizes, because an export may fix the one that it was traced with
     batches = [{name: each[:size] for name, each in inputs.items()} for size in config.batch_sizes]
-    named = config.output is not None
+    named, plain = config.output is not None, merged(config, exported)
     formats = {name: FORMATS[name] for name in chosen}
     if measures:
         with contextlib.closing(Accuracy(resolved, config.split or "val", report)) as accuracy:
@@ -106,15 +108,14 @@ def run(composition: Composition) -> float:
 
                 formats[_INT8] = ("model.int8.onnx", quantize)
             files, compared, metrics = _write(
-                formats, exported, batches, folder, report, named=named, measure=accuracy.metrics
+                formats, exported, plain, batches, folder, report=report, named=named, measure=accuracy.metrics
             )
     else:
         files, compared, metrics = _write(
-            formats, exported, batches, folder, report, named=named, measure=lambda model: {}
+            formats, exported, plain, batches, folder, report=report, named=named, measure=lambda model: {}
         )
-    record = _description(resolved, task, image, inputs, outputs)
+    record = _description(resolved, task, image, inputs, outputs) | description
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
-    record |= description
     record |= {"split": config.split or "val", "metrics": metrics} if measures else {}
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=named)
@@ -132,26 +133,6 @@ def run(composition: Composition) -> float:
     return float(max(each["max_rel"] for each in held))
 
 
-def _prepared(
-    resolved: ResolvedCheckpoint[Export], task: Task, model: Any, data: DataFacts
-) -> tuple[ResolvedCheckpoint[Export], Any, DataFacts, Inputs]:
-    """The checkpoint, the model to export, what is known of its images, and its inputs, empty if they are images."""
-    if callable(getattr(model, "export_model", None)):
-        model = model.export_model()
-        normalize = dataclasses.replace(resolved.config.data.normalize, mean=model.mean, std=model.std)
-        own = dataclasses.replace(resolved.config.data, normalize=normalize)
-        resolved = dataclasses.replace(resolved, config=dataclasses.replace(resolved.config, data=own))
-        return resolved, model, DataFacts(resolved.classes, 3, model.image_size), {}
-    if isinstance(task, Detection) and not hasattr(task, "export_inputs"):
-        raise UserError(
-            "model", "takes a list of images of any size, which no format has", "model=transformers_detection"
-        )
-    if resolved.config.data.images is not None:
-        data, inputs = _inputs_of_samples(resolved, task, model)
-        return resolved, model, data, inputs
-    return resolved, model, data, {}
-
-
 def _noise(resolved: ResolvedCheckpoint[Export], image: DataFacts, samples: int) -> Tensor:
     """Images of noise as the exported model takes them: float32 and normalised, or uint8; (samples, C, H, W)."""
     generator = torch.Generator().manual_seed(resolved.config.seed)
@@ -165,14 +146,18 @@ def _noise(resolved: ResolvedCheckpoint[Export], image: DataFacts, samples: int)
 def _write(
     formats: Mapping[str, tuple[str, Writer]],
     model: nn.Module,
+    plain: nn.Module,
     batches: list[Inputs],
     folder: Path,
-    report: Report,
     *,
+    report: Report,
     named: bool,
     measure: Callable[[nn.Module], dict[str, float]],
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Write all formats, see `replacing` for `named`; gives the files by format, the rows of comparisons, the metrics by model."""
+    """Write `plain`, the model without adapters, in all formats, and compare with the model; see `replacing` for `named`.
+
+    Gives the files by format, the rows of comparisons, and the metrics by model.
+    """
     files, compared, metrics = dict[str, dict[str, Any]](), list[dict[str, Any]](), {"model": measure(model)}
     with report.counting("export", len(formats)) as begin:
         for name, (file_name, write) in formats.items():
@@ -182,7 +167,7 @@ def _write(
                 # Exporters can raise anything for a model that they cannot express
                 with blame("format", f"{name} cannot express this model", "another format", OSError), torch.no_grad():
                     example = {key: _repeated(each[:1], EXAMPLES) for key, each in batches[0].items()}
-                    loaded = write(model, example, path)
+                    loaded = write(plain, example, path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
@@ -207,11 +192,12 @@ def _show(compared: list[dict[str, Any]], metrics: dict[str, dict[str, float]], 
 def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Inputs]) -> list[dict[str, Any]]:
     """Outputs of an exported model beside those of the model itself, at each batch size."""
     rows = list[dict[str, Any]]()
+    matches = [each.matched for each in model.modules() if hasattr(each, "matched")]  # of what may change its order
     for inputs in batches:
         size = len(next(iter(inputs.values())))
         expected, got = (outputs_of(each(*inputs.values()), size) for each in (model, exported))
-        if expected.keys() == {"logits", "boxes"} == got.keys():
-            got = _in_order(expected, got)
+        for match in matches:
+            got = match(expected, got)
         found = {"max_abs": 0.0, "max_rel": 0.0}
         for key, own in expected.items():
             own, other = own.double(), got[key].double() if key in got else torch.empty(0)
@@ -222,13 +208,6 @@ def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Inp
             found = {each: worse[each] if not worse[each] <= found[each] else found[each] for each in found}
         rows.append({"format": name, "batch_size": size, **found})
     return rows
-
-
-def _in_order(expected: Inputs, got: Inputs) -> Inputs:
-    """Queries of a detector in the order of the nearest ones of the model: those of almost the same score may swap places."""
-    own, other = (torch.cat([each["logits"], each["boxes"]], -1) for each in (expected, got))
-    nearest = torch.cdist(own, other, p=math.inf).argmin(-1, keepdim=True)
-    return {name: tensor.take_along_dim(nearest, 1) for name, tensor in got.items()}
 
 
 def _repeated(tensor: Tensor, samples: int) -> Tensor:
@@ -301,9 +280,6 @@ def _description(
         return {"name": name, "shape": ["batch", *tensor.shape[1:]], "dtype": str(tensor.dtype).removeprefix("torch.")}
 
     taken, given = ([described(*each) for each in tensors.items()] for tensors in (inputs, outputs))
-    if isinstance(task, Segmentation):
-        for each in given:
-            each |= {"values": "logits of the classes of each pixel", "layout": "NCHW"}
     preprocessing = None
     if image.channels:
         taken[0] |= {

@@ -24,12 +24,12 @@ from runner.instrument.no_trace import evaluating
 from runner.instrument.observer import Observer
 from runner.lab.inspect.numbers import Numbers, Pass, layers_of, numbers_of, pass_through
 from runner.models.features import listener
-from runner.run.evaluation import Predictions
+from runner.run.evaluation import Predictions, pixels_of, with_pixels
 from runner.run.from_checkpoint import split_of, unique_names
 from runner.run.model import example_input
 from runner.run.run import Run, training_flops
 from runner.tracking.formats import amount, compact, number, percent
-from runner.tracking.plots import Pixels, Tile, confusion_matrix, image_grid
+from runner.tracking.plots import Pixels, Tile, caption_of, confusion_matrix, image_grid
 from runner.tracking.verb_report import Report, mib
 
 _CHANNELS, _ROWS = 8, 4  # of a grid of activations
@@ -83,14 +83,11 @@ class Inspection:
         return {"index": int(index), **found, "file": file}
 
     def pixels_of(self, images: Tensor) -> list[Pixels]:
-        """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W) or (H, W, 3), from 0 to 1.
+        """Images (B, C, H, W) as the model is given them, with the normalisation undone: (H, W, 3), uint8.
 
-        Of images with another number of channels than 1 or 3 the first channel.
+        Of images with more channels the first three, of those with two the first.
         """
-        data = self.training.data
-        mean, std = (torch.tensor(values, dtype=torch.float32).view(1, -1, 1, 1) for values in (data.mean, data.std))
-        plain = (images.detach().float().cpu() * std + mean).clamp(0, 1)
-        return list((plain.permute(0, 2, 3, 1) if plain.shape[1] == 3 else plain[:, 0]).contiguous().numpy())
+        return pixels_of(with_pixels([images.detach().cpu()], self.training.config)[0])
 
 
 def layers(seen: Inspection) -> dict[str, Any]:
@@ -153,10 +150,11 @@ def gradients(seen: Inspection) -> dict[str, Any]:
 def inputs(seen: Inspection) -> dict[str, Any]:
     """Samples of training as the model is given them, augmented."""
     images, targets = (each[: seen.config.samples] for each in (seen.batch.images, seen.batch.targets))
-    first = "" if images.shape[1] in (1, 3) else f", first of {images.shape[1]} channels"
+    three = " three" if images.shape[1] > 3 else ""
+    first = "" if images.shape[1] in (1, 3) else f", first{three} of {images.shape[1]} channels"
     title = f"{amount(len(images), 'training sample')} as the model sees them, normalisation undone"
     title += f" ({shape_text(images.shape[1:])}{first})"
-    captions = [caption_of(target, seen.training.data.classes) for target in targets]
+    captions = [caption_of(target, seen.training.data.classes) for target in targets.cpu()]
     seen.grid(list(map(Tile, seen.pixels_of(images), captions)), "inputs", title)
     return {}
 
@@ -184,7 +182,7 @@ def features(seen: Inspection) -> dict[str, Any]:
     if flat or not drawn:
         why = f"no output of {flat or 'any layer'} can be seen as maps"
         seen.report.line(f"features: no picture, because {why}")
-    captions = [caption_of(target, data.classes)[:1] for target in batch.targets[:_ROWS]]
+    captions = [caption_of(target, data.classes)[:1] for target in batch.targets[:_ROWS].cpu()]
     pictures = list(map(Tile, seen.pixels_of(images), captions))
     for name, maps in drawn.items():
         spread = maps.transpose(0, 1).flatten(1).std(dim=1, correction=0)
@@ -264,8 +262,8 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
             del worst[config.samples :]
         shown: list[Pixels] = []
         if hasattr(training.task, "predict_step") and hasattr(training.task, "draw"):
-            drawing = Predictions(training.config, training.task, training.model, draws=True)
-            shown = [drawing(batch)[0]["picture"].permute(1, 2, 0).numpy() / 255 for _, batch in worst]
+            drawing = Predictions(training.config, training.task, training.model, True, training.data.classes)
+            shown = pixels_of(drawing(batch)[0]["picture"] for _, batch in worst)
         elif training.data.pairs:
             shown = [image for _, batch in worst for image in seen.pixels_of(batch.images)]
     title = f"{len(worst)} samples of {config.data.name} {config.split} with the largest loss"
@@ -285,17 +283,6 @@ def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
 def shape_text(shape: Sequence[int] | None) -> str:
     """`32x8x8`; `scalar` for no axes; empty for None."""
     return "" if shape is None else "x".join(map(str, shape)) or "scalar"
-
-
-def caption_of(target: Tensor, classes: Sequence[str]) -> list[str]:
-    """Lines for a target: its class, its two largest classes with their shares, or its first numbers."""
-    if target.ndim == 0 and not target.is_floating_point() and classes:
-        return [classes[int(target)]]
-    values = target.float().flatten().tolist()
-    if not classes or target.shape != (len(classes),):
-        return [", ".join(f"{value:.4g}" for value in values[:3])]
-    largest = sorted(zip(values, classes, strict=True), key=lambda pair: -pair[0])[:2]
-    return [name if share >= 1 else f"{percent(share)} {name}" for share, name in largest if share > 0] or ["no label"]
 
 
 def maps_of(outputs: Tensor) -> Tensor | None:

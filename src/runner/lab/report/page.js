@@ -450,7 +450,7 @@ function fixed() {
     });
     return make("figure", { style: "margin:0", class: "wide" }, make("h3", {}, `${found.run}, ${found.split}`), make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...body)));
   }));
-  $("pictures").replaceChildren(...data.pictures.map((found) => make("figure", { style: "margin:0" }, make("h3", {}, found.run), make("img", { src: found.src, alt: `Wrong predictions of ${found.run}` }))));
+  $("pictures").replaceChildren(...data.pictures.map((found) => make("figure", { style: "margin:0" }, make("h3", {}, `${found.run}: ${found.what}`), make("img", { src: found.src, alt: `${found.what} of ${found.run}` }))));
   const resumed = runs.map((run, i) => i).filter((i) => runs[i].resumed);
   const before = new Map(runs.map((run, i) => [run.next, i]).filter(([next]) => next !== null));
   const step = (i) => `${runs[i].name} (${runs[i].status}, step ${format(runs[i].metrics.global_step)})`;

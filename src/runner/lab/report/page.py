@@ -27,7 +27,7 @@ _POINTS = 120  # of a curve
 _PARSED = 2000  # lines of training in a metrics file; of longer ones, every second, third, ... line
 _CURVES = 8
 _CONFUSIONS, _CLASSES = 6, 50
-_PICTURES, _PICTURE_BYTES = 4, 300_000
+_PICTURES, _PICTURE_BYTES = 8, 2_000_000
 _NO_CURVES = {*HARDWARE_METRICS, WEIGHTS_STEP, "samples_per_s"}
 
 
@@ -140,9 +140,12 @@ def _confusions(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
 
 
 def _pictures(runs: Sequence[Run]) -> Iterator[dict[str, str]]:
-    """Wrong predictions that `inspect` drew in the directories of runs."""
+    """Pictures of runs: wrong predictions that `inspect` drew, and what was drawn while training."""
     for run in runs:
-        for path in sorted(run.path.glob("inspect/*/errors.png"))[-1:]:
+        errors = sorted(run.path.glob("inspect/*/errors.png"))[-1:]
+        drawn = (run.path / "pictures" / f"{name}.png" for name in ("predictions", "train_batch"))
+        for path in (*errors, *drawn):
             with contextlib.suppress(OSError):
                 if (content := read_regular(path, _PICTURE_BYTES)).startswith(b"\x89PNG"):
-                    yield {"run": run.name, "src": f"data:image/png;base64,{base64.b64encode(content).decode()}"}
+                    src = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+                    yield {"run": run.name, "what": path.stem.replace("_", " "), "src": src}

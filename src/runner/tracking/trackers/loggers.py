@@ -24,7 +24,10 @@ from runner.tracking.loggers import Background, Row
 
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
 _SCHEMES = ("http", "https", *_DATABASES, "file", "databricks", "uc", "databricks-uc")
-_FILES = ("config.yaml", "overrides.yaml", "environment.json", "summary.json", "run.log", "plots/curves.png")
+_FILES = (
+    "config.yaml", "overrides.yaml", "environment.json", "summary.json", "run.log", "plots/curves.png",
+    "pictures/train_batch.png", "pictures/predictions.png",
+)  # fmt: skip
 _LONGEST, _MOST_PARAMS, _MOST_METRICS = 6000, 100, 1000  # characters that MLflow stores, and values in a request
 
 

@@ -59,7 +59,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
                 value = _without_tensors(name, value, number, path)
                 if isinstance(value, list | tuple | dict) and not as_json:
                     value = json.dumps(finite(value), ensure_ascii=False)
-            return _encodable(value)
+            return encodable(value)
 
         def write(rows: Sequence[Row]) -> list[Row]:
             made = list[Row]()
@@ -80,7 +80,7 @@ def open_table(path: Path, lists: Mapping[str, Sequence[str]]) -> Iterator[Calla
                         names = [f"{name}:{item}" for item in lists[name]] if name in lists else [name]
                         cells |= zip(names, row[name] if name in lists else [row[name]], strict=True)
                     if not number:
-                        lines.writerow([harmless(_encodable(name)) for name in cells])
+                        lines.writerow([harmless(encodable(name)) for name in cells])
                     lines.writerow(map(harmless, cells.values()))
             return made
 
@@ -105,7 +105,7 @@ def _without_tensors(name: str, value: Any, number: int, table: Path) -> Any:
     return f"{picture.parent.name}/{picture.name}"
 
 
-def _encodable(value: Any) -> Any:
+def encodable(value: Any) -> Any:
     """A text that every format can hold: a file's name may have bytes that are not UTF-8."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 

@@ -26,6 +26,7 @@ from runner.config.validate import shown
 from runner.data.bad_samples import BadSamples, path_of
 from runner.data.loaders import Batch, Loader
 from runner.data.module import callables
+from runner.data.sampler import AllSamples, Indices
 from runner.data.sources.image_files import files_loader, samples_loader
 from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
 from runner.distributed.world import world
@@ -50,6 +51,7 @@ from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
+from runner.verbs.predict.labels import Labels
 from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
 
 _INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
@@ -64,6 +66,7 @@ class Source:
 
     data: KnownData  # what the model has to know of them
     loader: Loader  # gives them in batches
+    indices: Indices  # of its samples
     first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
     found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
     unreadable: dict[int, str] = dataclasses.field(default_factory=dict)  # those of all ranks
@@ -77,6 +80,7 @@ class Predictor:
     rows: Callable[[Batch], list[Row]]  # without the first cells
     lists: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # see `open_table`
     layers: Extractor | None = None  # gives features
+    labels: Labels | None = None  # writes them instead of a table
 
 
 def run(composition: Composition) -> float:
@@ -91,18 +95,24 @@ def run(composition: Composition) -> float:
         return _generate(resolved, report)
     if not as_list(config.input):
         raise UserError("input", "is missing", _INPUTS)
-    if config.output is not None:
+    as_table = config.format == "table"
+    _refuse_keys(config, ("threshold",) if as_table else ("pictures",), f"format={config.format}")
+    if as_table and config.output is not None:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
     with opened(resolved, device, report) as source:
-        predictor = _predictor(resolved, source.data, device)
+        predictor = _predictor(resolved, source, device)
         # Only rank 0 writes; the others compute batches for it.
         path = Path(config.output or "predictions.csv") if main else Path(os.devnull)
-        if main and config.output is None:
+        labels = predictor.labels if main else None
+        if labels is not None:
+            path = output_folder(config.output, None, config.output_root, "predictions")
+        elif main and config.output is None:
             path = claim(Path(config.output_root) / "predictions") / path
         features_file = path.with_name(f"{path.stem}_features.npz") if predictor.layers and main else None
         first, count, began = list[Row](), 0, time.perf_counter()
-        with open_table(path, predictor.lists) as write, evaluating(predictor.model):
+        table = open_table(path, predictor.lists) if labels is None else labels.open(path)
+        with table as write, evaluating(predictor.model):
 
             def written() -> Iterator[dict[str, Tensor]]:
                 nonlocal count
@@ -121,7 +131,7 @@ def run(composition: Composition) -> float:
             return 0.0
         seconds = time.perf_counter() - began
     reasons = [reason for _, reason in sorted(source.unreadable.items())]
-    unreadable_list = path.with_name(f"{path.stem}_unreadable.txt") if reasons else None
+    unreadable_list = path.parent / f"{path.stem}_unreadable.txt" if reasons else None
     if unreadable_list is not None:
         write_atomically(unreadable_list, "".join(f"{_one_line(each)}\n" for each in reasons).encode(), named=True)
     record = resolved.record() | {
@@ -142,7 +152,7 @@ def run(composition: Composition) -> float:
 def _generate(resolved: ResolvedCheckpoint[Predict], report: Report) -> float:
     """Write what the task generates with `sample(modules, count)` into a folder; returns how many samples a second."""
     config, began = resolved.config, time.perf_counter()
-    _refuse_keys(config, ("input", "pictures", *_OF_OUTPUTS), "what the task generates")
+    _refuse_keys(config, ("input", "format", "threshold", "pictures", *_OF_OUTPUTS), "what the task generates")
     device, precision = resolved.set_up_device("predict", report)
     task, modules = resolved.restore_model(resolved.data_facts(), device)
     if config.dtype == "float64":
@@ -189,18 +199,27 @@ def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
         report.lines(*filter(None, (record["output"], record["features"])))
 
 
-def _predictor(resolved: ResolvedCheckpoint[Predict], data: KnownData, device: torch.device) -> Predictor:
+def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: torch.device) -> Predictor:
     """What makes rows of the outputs of the model, or of what the task gives for each sample."""
-    config = resolved.config
+    config, data = resolved.config, source.data
     task, modules = resolved.restore_model(data, device)
+    formats = "table", *(getattr(task, "formats", ()) if hasattr(task, "predict_step") else ())
+    if config.format not in formats:
+        raise UserError("format", f"cannot be {config.format} for {type(task).__name__}", ", ".join(formats))
     dtype = getattr(torch, config.dtype)
     if dtype == torch.float64:  # as in training: in float32 each tensor keeps its type
         modules.to(dtype)
     own_steps = any(hasattr(task, name) for name in STEPS)
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
-        predictions = Predictions(config, task, modules, config.pictures)
-        return Predictor(predictions, predictions)
+        options = {"threshold": config.threshold} if config.format == "masks" and config.threshold else {}
+        predictor = Predictor(made := Predictions(config, task, modules, config.pictures, (), **options), made)
+        if config.format != "table":
+            files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
+            transforms = callables("transform.sample_eval", config.transform.sample_eval)
+            names, ignored = class_names(resolved, task), getattr(task, "ignore_index", 255)
+            predictor.labels = Labels(config, transforms, files, names, ignored)
+        return predictor
     plain = model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
     builder = RowBuilder(class_names(resolved, task), config.top_k, config.probabilities, config.logits, threshold)
@@ -230,6 +249,8 @@ def _predicted(
         targets = batch.targets.tolist() if with_targets else [None] * len(indices)
         readable = [place for place, index in enumerate(indices) if index not in bad]
         rows = [source.first_cells(indices[place], targets[place]) | rows[place] for place in readable]
+        if labels := predictor.labels:
+            rows = [labels.of(indices[at], batch.images[at], row) for at, row in zip(readable, rows, strict=True)]
         return rows, {name: tensor[readable].cpu() for name, tensor in features.items()}
 
     # Each rank computes every n-th batch, and all gather after each, so that rows are written in order.
@@ -266,7 +287,7 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
         loader, unreadable = _files(resolved, paths, device)
         with contextlib.closing(loader):
             facts, found = resolved.data_facts(), functools.partial(unreadable.reasons, "input")
-            yield Source(facts, loader, lambda index, _: {"path": str(paths[index])}, found)
+            yield Source(facts, loader, AllSamples(len(paths)), lambda index, _: {"path": str(paths[index])}, found)
         return
     (name,) = named
     if Path(name).is_dir():
@@ -275,14 +296,14 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
         loader = split_of(data, name, "input").loader
         report.warnings(text for text in data.warnings if text.startswith("data.image_size"))
         task = build_task(resolved.config, data, fetch_weights=False)
-        classes, activation, (dataset, _) = class_names(resolved, task), activation_of(task), data.parts[name]
+        classes, activation, (dataset, indices) = class_names(resolved, task), activation_of(task), data.parts[name]
 
         def first_cells(index: int, target: Any) -> Row:
             file = path_of(dataset, index)
             cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
             return cells if target is None else cells | target_cells(target, classes, activation)
 
-        yield Source(data, loader, first_cells, functools.partial(data.bad_samples.reasons, name))
+        yield Source(data, loader, indices, first_cells, functools.partial(data.bad_samples.reasons, name))
 
 
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:

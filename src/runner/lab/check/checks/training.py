@@ -30,8 +30,8 @@ def frozen_parameters(context: CheckContext) -> Result:
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     frozen, total = [name for name in parameters if name not in trained], len(parameters)
     what, fix = f"of {total} parameters do not require gradients", "requires_grad=True, or freeze=... if intended"
-    if frozen and context.config.freeze is not None:
-        return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze`")
+    if frozen and (context.config.freeze is not None or context.config.adapters.rank is not None):
+        return passed(f"{len(frozen)} {what}: {join_names(frozen)}, as set by `freeze` or `adapters`")
     if frozen and not context.supervised:
         # Whole modules that the task adds are frozen on purpose, and so are copies of trained weights, as of a teacher
         parts, copied = {"model", *(name.split(".")[0] for name in trained)}, {*map(digest_of, trained.values())}

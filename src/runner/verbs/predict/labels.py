@@ -1,0 +1,127 @@
+"""Predictions as labels: a data set in the pixels of the files, which `data=coco`, `yolo` or `segmentation_folder` reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import pad
+
+from runner.base.errors import UserError
+from runner.base.files import write_atomically, writing
+from runner.config.schema.verbs import Predict
+from runner.data.samples import SampleTransform, SeededDataset
+from runner.data.sources.detection import labels_of
+from runner.data.sources.image_io import upright_size
+from runner.verbs.predict.rows import Row, encodable
+
+
+@dataclass
+class Labels:
+    """Makes labels of what a task gives for a sample, and writes them as `config.format`.
+
+    Raises `UserError` for a sample without a file, and for files that would share their labels.
+    """
+
+    config: Predict
+    transforms: Sequence[SampleTransform]  # of `transform.sample_eval`
+    files: Sequence[Any]  # of all samples
+    classes: Sequence[str]
+    ignored: int  # value of pixels of a mask that do not count
+
+    def __post_init__(self) -> None:
+        if None in self.files:
+            raise UserError("input", "has samples without a file, as its data set has no path(index)", "image files")
+        self._root = os.path.commonpath([os.path.abspath(f"{file}/..") for file in self.files])  # noqa: PTH100
+        ((label, count),) = Counter(map(self._label, self.files)).most_common(1)
+        if count > 1:
+            allowed = "images whose paths differ in more than the ending"
+            raise UserError("input", f"has {count} images whose labels would be {label}", allowed)
+
+    def _label(self, file: str) -> Path:
+        """Where the labels of an image are, below the folder; for COCO the link to the image."""
+        link = Path("images", name := os.path.relpath(file, self._root))
+        return {"coco": link, "yolo": labels_of(link)}.get(self.config.format, Path("masks", name).with_suffix(".png"))
+
+    def of(self, index: int, seen: Tensor, row: Row) -> Row:
+        """The labels of a sample, in pixels of its file, from a row in those of the image (C, H, W) that the model saw.
+
+        Two boxes get the transforms of the sample, and tell how these scale and shift. Raises `UserError` if they do anything
+        else, such as a flip.
+        """
+        from torchvision import tv_tensors  # takes a second, and most commands do not need it
+
+        size, of_pixels = upright_size(row["path"], self.config.data.max_pixels), "mask" in row
+        sides = torch.tensor([*reversed(size)] * 2).double()
+        whole = torch.tensor([[0, 0, 1, 1], [0, 0, 0.5, 0.5]]) * sides
+        # Clamped boxes would not tell how far a crop shifts
+        probe: Any = tv_tensors.BoundingBoxes(whole, format="XYXY", canvas_size=size, clamping_mode=None)
+        target = probe if of_pixels else {"boxes": probe, "labels": torch.ones(2, dtype=torch.int64)}
+        given: Any = {index: (tv_tensors.Image(torch.zeros(len(seen), *size, dtype=torch.uint8)), target)}
+        ((_, target),) = SeededDataset(given, self.config.seed, self.transforms, pairs=False).items([(0, index)])
+        probe = target if of_pixels else target["boxes"]
+        start, end = probe[:1, [0, 1, 0, 1]], probe[:1, [2, 3, 2, 3]]
+        factor = (end - start) / sides
+        fits = getattr(probe, "canvas_size", None) == (*seen.shape[1:],) and len(probe) == 2
+        if not fits or not torch.allclose(probe, whole * factor + start, atol=1e-3):
+            allowed = "transforms of torchvision.transforms.v2 that resize, pad or crop; or format=table"
+            raise UserError("transform.sample_eval", f"cannot be undone for {row['path']}", allowed)
+        made = {"path": row["path"], "size": size, "objects": []}
+        if of_pixels:
+            mask = pad(row["mask"], (1, 1, 1, 1), value=self.ignored)  # for what a crop has cut off
+            for axis, side in enumerate(size):  # the nearest pixels
+                place = (torch.arange(side) + 0.5) * factor[0, 1 - axis] + start[0, 1 - axis] + 1
+                mask = mask.index_select(axis, place.floor().long().clamp(0, mask.shape[axis] - 1))
+            return made | {"mask": mask}
+        boxes = ((row["boxes"].double() - start) / factor).clamp(min=0).minimum(sides)
+        boxes[:, 2:] -= boxes[:, :2]
+        least = 0.5 if self.config.threshold is None else self.config.threshold
+        kept = (boxes[:, 2:] > 0).all(1) & (row["scores"] >= least)
+        columns = (each[kept].tolist() for each in (boxes, row["labels"], row["scores"]))
+        return made | {"objects": [*zip(*columns, strict=True)]}
+
+    @contextlib.contextmanager
+    def open(self, folder: Path) -> Iterator[Callable[[Sequence[Row]], list[Row]]]:
+        """A data set in an empty folder with links to the images, as a function that adds labels and returns what is shown."""
+        if any(folder.iterdir()):
+            raise UserError("output", f"{folder} is not empty", "a new folder")
+        images, found, names = list[Row](), list[Row](), [*self.classes]
+
+        def write(rows: Sequence[Row]) -> list[Row]:
+            for row in rows:
+                (height, width), lines, name = row["size"], "", os.path.relpath(row["path"], self._root)
+                images.append({"id": len(images) + 1, "file_name": name, "width": width, "height": height})
+                for (x, y, w, h), number, score in row["objects"]:
+                    lines += f"{number - 1} {(x + w / 2) / width} {(y + h / 2) / height} {w / width} {h / height}\n"
+                    entry = {"id": len(found) + 1, "image_id": len(images), "category_id": number, "bbox": [x, y, w, h]}
+                    found.append(entry | {"area": w * h, "iscrowd": 0, "score": score})
+                label = folder / self._label(row["path"])
+                with writing(label, "output"):
+                    for each in (label, link := folder / "images" / name):
+                        each.parent.mkdir(parents=True, exist_ok=True)
+                    link.symlink_to(Path(row["path"]).absolute())
+                    if "mask" in row:
+                        Image.fromarray(row["mask"].numpy()).save(label)
+                    elif label != link:
+                        label.write_text(lines)
+            return [{"path": encodable(row["path"])} for row in rows]
+
+        yield write
+        coco = {"images": images, "annotations": found}
+        coco["categories"] = [{"id": number, "name": name} for number, name in enumerate(names, 1)]
+        name, content = {
+            "coco": ("annotations.json", json.dumps(coco)),
+            "yolo": ("data.yaml", yaml.safe_dump({"train": "images", "names": names}, allow_unicode=True)),
+            "masks": ("classes.txt", "\n".join(names)),
+        }[self.config.format]
+        write_atomically(folder / name, content.encode())
