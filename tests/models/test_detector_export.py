@@ -130,5 +130,21 @@ def test_the_script_of_the_documentation_finds_what_predict_finds(
 def test_detectors_of_torchvision_cannot_be_exported(train: Any, rejected: Any, drawn: Path) -> None:
     directory = train(*WORDS, "model.name=ssdlite320_mobilenet_v3_large").directory
     result = rejected("export", "threads=1", f"ckpt_path={directory}")
-    assert "model: takes a list of images" in result.err
-    assert "model=transformers_detection" in result.err
+    assert "task: cannot tell the inputs of SSD" in result.err
+
+
+def test_queries_are_compared_one_to_one() -> None:
+    raw = detector("rt_detr_v2", 3, size=64, options=dict(FAMILIES)["rt_detr_v2"]).export_model()  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    expected = {name: torch.rand(2, 20, width, generator=generator) for name, width in (("logits", 2), ("boxes", 4))}
+    noise = {name: each + 1e-6 * torch.rand(each.shape, generator=generator) for name, each in expected.items()}
+
+    def apart(got: dict[str, torch.Tensor]) -> float:
+        found = raw.matched(expected, got)
+        return max(float((found[name] - each).abs().max()) for name, each in expected.items())
+
+    assert apart({name: each.flip(1) for name, each in noise.items()}) < 1e-5
+    # The last query is missing, and the first one is there twice; then the logits of two queries have changed places
+    assert apart({name: torch.cat([each[:, :-1], each[:, :1]], 1) for name, each in expected.items()}) > 0.1
+    assert apart({**expected, "logits": expected["logits"].roll(1, 1)}) > 0.1
+    assert np.isnan(apart({**expected, "logits": expected["logits"].clone().index_fill_(1, torch.tensor(3), np.nan)}))
