@@ -140,7 +140,7 @@ def test_queries_are_compared_one_to_one() -> None:
     noise = {name: each + 1e-6 * torch.rand(each.shape, generator=generator) for name, each in expected.items()}
 
     def apart(got: dict[str, torch.Tensor]) -> float:
-        found = raw.matched(expected, got)
+        found = raw.match_queries(expected, got)
         return max(float((found[name] - each).abs().max()) for name, each in expected.items())
 
     assert apart({name: each.flip(1) for name, each in noise.items()}) < 1e-5

@@ -88,7 +88,7 @@ class Detector(nn.Module):
     def export_model(self) -> Raw:
         """What `export` writes; raises `UserError` if images are padded."""
         if self.size is None:
-            raise UserError("model.size", "is null, but an exported detector takes images of one size", "pixels")
+            raise UserError("model.size", "is null, and exported images have one size", "a number of pixels")
         return Raw(self.net, self.size, self._processor).eval()
 
     def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -150,15 +150,14 @@ class Raw(nn.Module):
         self._std = list(processor.image_std) if processor.do_normalize else [1.0]
         family, softmax = net.config.model_type, net.config.model_type == "detr"
         self.strict_export = family not in _PROCESSORS
-        self.description = {
+        self.export_description = {
             "activation": "softmax" if softmax else "sigmoid",
             "threshold": 0.5,
             "postprocessing": {
                 "box_format": "cxcywh",
                 "box_unit": "fraction of the image",
                 "background": "last logit" if softmax else None,
-                # The default of transformers for the other two families
-                "kept": net.config.num_queries if softmax or self.strict_export else 100,
+                "kept": net.config.num_queries if softmax or self.strict_export else 100,  # the default of transformers
                 "first_label": 1,
             },
         }
@@ -170,7 +169,7 @@ class Raw(nn.Module):
         found = self.net(pixel_values=(images - mean) / std)
         return {"logits": found.logits, "boxes": found.pred_boxes}
 
-    def matched(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def match_queries(self, expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Outputs `got` with their queries in the order of `expected`: one-to-one, with the least sum of differences.
 
         Queries of almost the same score may swap places; a query that has no partner of its own remains a difference.

@@ -66,15 +66,10 @@ def run(composition: Composition) -> float:
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
     task, modules = resolved.restore_model(data, _CPU)
-    # Exported models predict only
-    model: Any = model_of(modules).requires_grad_(False)
     samples = max(EXAMPLES, *config.batch_sizes)
-    image, inputs, description = data, dict[str, Tensor](), dict[str, Any]()
-    if hasattr(model, "export_model"):
-        model = model.export_model()
-        image, description = DataFacts(resolved.classes, 3, model.image_size), model.description
-    elif config.data.images is not None:
-        image, inputs = _inputs_of_samples(resolved, task, model)
+    # Exported models predict only
+    model, image, inputs = _prepared(resolved, task, model_of(modules).requires_grad_(False), data)
+    description = getattr(model, "export_description", {})
     if measures and (inputs or description):
         raise UserError("split", "needs a model that takes one field of images, and no detector", "null")
     inputs = {name: _repeated(each, samples) for name, each in inputs.items()}
@@ -131,6 +126,18 @@ def run(composition: Composition) -> float:
         print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
         raise SystemExit(FAILED)
     return float(max(each["max_rel"] for each in held))
+
+
+def _prepared(
+    resolved: ResolvedCheckpoint[Export], task: Task, model: Any, data: DataFacts
+) -> tuple[Any, DataFacts, Inputs]:
+    """The model to export, what is known of its images, and its inputs, empty if they are images."""
+    if hasattr(model, "export_model"):
+        model = model.export_model()
+        return model, DataFacts(resolved.classes, 3, model.image_size), {}
+    if resolved.config.data.images is not None:
+        return model, *_inputs_of_samples(resolved, task, model)
+    return model, data, {}
 
 
 def _noise(resolved: ResolvedCheckpoint[Export], image: DataFacts, samples: int) -> Tensor:
@@ -192,7 +199,7 @@ def _show(compared: list[dict[str, Any]], metrics: dict[str, dict[str, float]], 
 def _compare(name: str, model: nn.Module, exported: nn.Module, batches: list[Inputs]) -> list[dict[str, Any]]:
     """Outputs of an exported model beside those of the model itself, at each batch size."""
     rows = list[dict[str, Any]]()
-    matches = [each.matched for each in model.modules() if hasattr(each, "matched")]  # of what may change its order
+    matches: list[Any] = [each.match_queries for each in model.modules() if hasattr(each, "match_queries")]
     for inputs in batches:
         size = len(next(iter(inputs.values())))
         expected, got = (outputs_of(each(*inputs.values()), size) for each in (model, exported))
