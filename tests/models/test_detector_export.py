@@ -85,6 +85,7 @@ def test_a_program_of_torch_has_the_outputs_of_the_model(name: str, trained: Any
         ("detr", ()),
         ("d_fine", ()),
         ("conditional_detr", ()),
+        ("deformable_detr", ()),
     ],
 )
 def test_the_script_of_the_documentation_finds_what_predict_finds(
