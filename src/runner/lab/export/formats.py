@@ -61,7 +61,8 @@ def _torch_export(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
     content = io.BytesIO()  # torch's own writer ends the process where a disk is full
     torch.export.save(_exported(model, example), content)
     path.write_bytes(content.getbuffer())
-    return torch.export.load(path).module()
+    with _quiet():
+        return torch.export.load(path).module()
 
 
 def _exported(model: nn.Module, example: Inputs) -> torch.export.ExportedProgram:
