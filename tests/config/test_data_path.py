@@ -40,7 +40,7 @@ def picture(path: Path, values: Any = 0) -> None:
     Image.fromarray(np.resize(np.array(values, dtype=np.uint8), (8, 8))).save(path)
 
 
-def write_annotations(path: Path, first: str) -> None:
+def coco_json(path: Path, first: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"annotations": [], "images": [{"id": 1, "file_name": first}], "categories": []}))
 
@@ -57,14 +57,14 @@ def lay_out(root: Path) -> None:
     picture(root / "plain/images/train/a.png")
     (root / "plain/labels").mkdir()
     for split in ("train", "val"):
-        write_annotations(root / f"coco/annotations/instances_{split}2017.json", "a.png")
+        coco_json(root / f"coco/annotations/instances_{split}2017.json", "a.png")
         picture(root / f"coco/{split}2017/a.png")
-    write_annotations(root / "one/annotations.json", "a.png")
+    coco_json(root / "one/annotations.json", "a.png")
     picture(root / "one/images/a.png")
     for split in ("train", "valid"):
-        write_annotations(root / f"export/{split}/_annotations.coco.json", "a.png")
+        coco_json(root / f"export/{split}/_annotations.coco.json", "a.png")
         picture(root / f"export/{split}/a.png")
-    write_annotations(root / "far/annotations.json", "a.png")
+    coco_json(root / "far/annotations.json", "a.png")
     for folder in ("flat", "parts/train"):
         picture(root / folder / "images/a.png")
         picture(root / folder / "masks/a.png", [0, 1])

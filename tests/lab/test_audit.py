@@ -47,7 +47,7 @@ def audit(
             ("accumulate=2", "amp=bf16", "vary=data.placement:ram,disk"),
             ("amp=fp16", "vary.activation_checkpointing=true"),
         ],
-        *(1, 2),
+        2,
     ),
     ids=lambda words: " ".join(words) or "twice the same",
 )

@@ -137,6 +137,7 @@ def test_the_fastest_toggle_that_pays_is_recommended_by_its_ratio_to_the_baselin
     assert recommended([measured[0], *measured[3:]]).words == notes == []
 
 
+@pytest.mark.extended
 def test_candidates_that_cannot_be_run_are_listed_with_the_reason_and_the_others_continue(bench: Measured) -> None:
     found = bench(
         *("toggles=[]", "vary.data.batch_size=[0]", "vary.model.pause=[1]", "vary.data.placement=[elsewhere]"),
@@ -187,6 +188,7 @@ def test_after_the_time_is_over_no_candidate_and_no_further_round_begins(bench: 
     assert len(found["baseline"]["ratios"]) == 3
 
 
+@pytest.mark.extended
 def test_the_config_of_a_checkpoint_of_a_finished_run_is_measured_with_the_words_on_top(
     train: Any, accepted: Any, short_runs_forked: None
 ) -> None:

@@ -151,6 +151,7 @@ def test_every_part_gives_its_pictures_and_numbers(inspect: Any, workdir: Path) 
     assert {name: found[name] for name in written} == written
 
 
+@pytest.mark.extended
 def test_a_grid_is_drawn_of_the_layers_that_are_named_or_of_the_last_one_with_maps(inspect: Any, accepted: Any) -> None:
     words = ("what=features", "tensors=stages.0,head,stages.1.0")
     assert inspect(*SMALL, *words)["files"] == ["features_stages.0.png", "features_stages.1.0.png"]

@@ -149,6 +149,7 @@ def test_more_iterations_of_polar_express_come_closer_to_orthonormal_matrices(sh
     assert far[1] < 0.03 < min(far[0], jordan)
 
 
+@pytest.mark.extended
 def test_a_compiled_update_is_compiled_once_for_all_rates() -> None:
     plain, compiled = network(), network()
     train(plain, Muon(plain.parameters(), weight_decay=0.1), 4)

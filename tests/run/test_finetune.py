@@ -162,6 +162,7 @@ def test_a_checkpoint_with_another_head_is_enough_for_an_evaluation(call: Any, a
     accepted("eval", f"ckpt_path={folder}", "split=val", "threads=1")
 
 
+@pytest.mark.extended
 def test_an_audit_of_a_run_that_thaws_finds_no_difference(accepted: Any) -> None:
     words = [word for word in SMALL if not word.startswith(("log", "evaluate.test"))]
     accepted("audit", *words, "freeze=all-but-head@2", "steps=3")
