@@ -211,9 +211,9 @@ BUDGET = {
     "distributed": 706,
     "engine": 3_014,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
-    "lab": 6_294,
+    "lab": 6_313,
     "launch": 968,
-    "models": 1_610,
+    "models": 1_662,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
     "run": 4_426,
     "runtime": 1_357,
