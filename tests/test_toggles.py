@@ -208,6 +208,7 @@ def test_a_compiled_model_is_timed_apart_and_loads_and_gives_plain_checkpoints(c
     assert all(torch.allclose(weights[1][name], reference[name], atol=1e-3) for name in reference)
 
 
+@pytest.mark.extended
 def test_a_compiled_step_resumes_with_the_same_bits(call: Any) -> None:
     keys: dict[str, Any] = {"data.drop_last": True, "amp": "bf16", "grad_clip.norm": 1.0, "accumulate": 2}
     keys["activation_checkpointing"] = True

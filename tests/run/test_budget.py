@@ -90,6 +90,7 @@ def test_the_number_is_stored_and_gives_the_bits_and_metrics_of_a_run_with_this_
         assert one == other
 
 
+@pytest.mark.extended
 def test_evaluations_a_test_and_a_start_leave_less_for_steps(train: Any, costs: Any) -> None:
     costs(evaluation=12.0, start=10.0, end=4.0)
     assert stored(train(*RUN))[2] == 24  # each epoch of 6 steps takes 18 seconds of 84

@@ -210,7 +210,7 @@ def test_a_number_of_classes_that_no_task_asks_for_is_only_given_to_new_models_t
         assert train(*words, f"ckpt_path={result.directory}", "epochs=2").summary["status"] == "finished"
     assert weights["2.weight"].shape == (10, 12)
     # Checkpoints from before have no number, and were made without one
-    config: Any = SimpleNamespace(model={"_target_": "own_steps.Numbered"})
+    config: Any = SimpleNamespace(model={"_target_": "own_steps.Numbered"}, adapters=SimpleNamespace(rank=None))
     facts = DataFacts(("cat", "dog"), 1, (8, 8))
     old = build_model(config, Task(), facts, lambda: torch.zeros(1, 1, 8, 8), fetch_weights=False)
     assert len([*old.children()]) == 2

@@ -17,7 +17,14 @@ from runner.verbs.options import show
     ("key", "parts"),
     [
         ("optimizer.lr", ["optimizer=sgd ", "optimizer.lr: 0.1  # learning rate; the peak"]),
-        ("grad_clip.norm", ["train  grad_clip.norm: null  # maximum norm", "values: a number above 0 or null"]),
+        (
+            "grad_clip.norm",
+            [
+                "grad_clip.norm: null  # maximum norm",
+                "experiment=detection_rtdetr  grad_clip.norm: 0.1",
+                "values: a number above 0 or null",
+            ],
+        ),
         ("model.hidden", ["model=mlp  model.hidden: [128]  # width of each hidden layer"]),
         ("transform.train", ["transform.train.0.share: ", "# maximum shift"]),
         ("transform.train.0.share", ["transform=standard ", "# maximum shift"]),
