@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner.config.schema.verbs import Export
 from runner.engine.evaluation import evaluate
-from runner.lab.export.formats import OUTPUT, outputs_of
+from runner.lab.export.formats import OUTPUT, images_of, outputs_of
 from runner.run.finetune import Modules
 from runner.run.from_checkpoint import ResolvedCheckpoint, split_of
 from runner.run.metrics import build_metrics
@@ -91,6 +91,5 @@ class Accuracy:
         loader = split_of(self._splits, "train").loader
         # From everywhere in the split, as the images of a class may lie side by side
         batches, wanted = math.ceil(loader.samples / loader.batch_size), math.ceil(_CALIBRATION / loader.batch_size)
-        return (
-            self._taken(batch.data[0]) for batch in loader.batches(0, 0, batches, max(1, math.ceil(batches / wanted)))
-        )
+        for batch in loader.batches(0, 0, batches, math.ceil(batches / wanted)):
+            yield self._taken(images_of(batch.data, self._config.data.images))
