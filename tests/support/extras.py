@@ -12,7 +12,7 @@ import pytest
 PACKAGES = {
     "detection": ("faster_coco_eval",),
     "export": ("onnx", "onnxscript", "onnxruntime"),
-    "huggingface": ("datasets",),
+    "huggingface": ("datasets", "huggingface_hub"),
     "lora": ("peft",),
     "mlflow": ("mlflow", "sqlalchemy"),
     "parquet": ("pyarrow",),

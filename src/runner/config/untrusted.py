@@ -64,7 +64,8 @@ _MOST = {
     "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
 }  # fmt: skip
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
-_NOT_OPENED = ("name", "tags", "notes", "logger")  # texts for people, and loggers, of which none that sends is kept
+# Texts for people, loggers, of which none that sends is kept, and weights that the checkpoint replaces
+_NOT_OPENED = ("name", "tags", "notes", "logger", "init_from")
 
 
 def problems_in_file(

@@ -83,6 +83,8 @@ class Export(Train):
     tolerance: Annotated[float, Gt(0)] = 1e-5
     split: Literal["train", "val", "test"] | None = None
     quantize: Literal["int8"] | None = None
+    hub: str | None = None
+    push: bool = True
     output: str | None = None
 
 

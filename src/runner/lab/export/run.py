@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from runner.base.errors import FAILED, UserError, blame, require
 from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
+from runner.config import keys
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
+from runner.lab.export import hub
 from runner.lab.export.accuracy import Accuracy
 from runner.lab.export.formats import (
     EXAMPLES,
@@ -57,6 +59,10 @@ def run(composition: Composition) -> float:
     config = dataclasses.replace(resolved.config, channels_last=False, matmul_precision=None, detect_anomaly=False)
     resolved = dataclasses.replace(resolved, config=config)
     chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
+    if config.hub is not None:
+        chosen = ["safetensors", *(chosen if keys.says("format", resolved.words) else [])]
+        if config.push:
+            require("hub", "runner[huggingface]", "huggingface_hub", otherwise=", or push=false")
     if "onnx" in chosen:
         others = ", ".join(name for name in FORMATS if name != "onnx")
         require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
@@ -93,34 +99,31 @@ def run(composition: Composition) -> float:
     batches = [{name: each[:size] for name, each in inputs.items()} for size in config.batch_sizes]
     named, plain = config.output is not None, merged(config, exported)
     formats = {name: FORMATS[name] for name in chosen}
-    if measures:
-        with contextlib.closing(Accuracy(resolved, config.split or "val", report)) as accuracy:
-            if config.quantize:
-                source = folder / FORMATS["onnx"][0]
-
-                def quantize(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
-                    return quantized(source, accuracy.calibration(), path)
-
-                formats[_INT8] = ("model.int8.onnx", quantize)
-            files, compared, metrics = _write(
-                formats, exported, plain, batches, folder, report=report, named=named, measure=accuracy.metrics
-            )
-    else:
+    formats |= {"safetensors": hub.format_of(resolved, data)} if config.hub is not None else {}
+    accuracy = Accuracy(resolved, config.split or "val", report) if measures else None
+    with contextlib.closing(accuracy) if accuracy is not None else contextlib.nullcontext():
+        if accuracy is not None and config.quantize:
+            source = folder / FORMATS["onnx"][0]
+            formats[_INT8] = ("model.int8.onnx", lambda _, __, path: quantized(source, accuracy.calibration(), path))
+        measure = (lambda _: {}) if accuracy is None else accuracy.metrics
         files, compared, metrics = _write(
-            formats, exported, plain, batches, folder, report=report, named=named, measure=lambda model: {}
+            formats, exported, plain, batches, folder, report=report, named=named, measure=measure
         )
     record = _description(resolved, task, image, inputs, outputs) | description
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
     record |= {"split": config.split or "val", "metrics": metrics} if measures else {}
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=named)
+    # The files are written even if one differs, so that the difference can be studied
+    held = [each for each in compared if each["format"] != _INT8]  # which is rounded, so its metrics count
+    worst = next((each for each in held if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
+    if config.hub is not None:
+        written += hub.describe(resolved, record, folder, named)
+        written += [hub.push(config.hub, written)] if config.push and worst is None else []
     report.line(resolved.described())
     _show(compared, metrics, config.split or "val", report)
     report.lines(*written)
     report.json(record, written=[str(path) for path in written])
-    # The files are written even if one differs, so that the difference can be studied
-    held = [each for each in compared if each["format"] != _INT8]  # which is rounded, so its metrics count
-    worst = next((each for each in held if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
     if worst is not None:
         apart = f"differs from the model by {worst['max_rel']:.2g} of its largest output at batch size {worst['batch_size']}"
         print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
