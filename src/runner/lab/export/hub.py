@@ -75,7 +75,7 @@ def push(repository: str, paths: Sequence[Path]) -> str:
     """Create a repository on the hub, upload files to it in one commit, and give its address; raises `UserError`."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    allowed = f"another name, or push=false and then: hf upload {repository} {paths[0].parent}"
+    allowed = f"another name, or to upload what was written: hf upload {repository} {paths[0].parent}"
     with asking("hub", repository, allowed):
         address = HfApi().create_repo(repository)
         parts = [part for path in paths for part in (path, path.with_name(f"{path.name}.data")) if part.exists()]  # of ONNX
