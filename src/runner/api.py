@@ -213,7 +213,7 @@ def evaluate(checkpoint: str | Path, *overrides: str, config_dir: str | Path | N
     """The metrics of a checkpoint on a split, as `python -m runner eval` writes them; nothing is written.
 
     Args:
-        checkpoint: a file, a run directory or `last`, the newest run (its best one, or the last one without), or `best`.
+        checkpoint: a file, a run directory or `last`, the newest run (its best one, or the last one without), `best`, or `hf://user/name`.
         overrides: such as `split=val` or `tta=hflip`.
         config_dir: a folder of own configs.
 
