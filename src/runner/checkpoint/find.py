@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from runner.base.errors import UserError, nearest_path
 from runner.base.reading import modified, read_summary, start_time
-from runner.checkpoint import hub
 from runner.checkpoint.file import DamagedCheckpoint, Parts, read
 from runner.config.gone import drop, warning
 from runner.config.yaml_files import plain
@@ -47,7 +46,7 @@ def load(
     """Read the checkpoint that `ckpt_path` names; where `last` is damaged, the newest one of the same run that is not.
 
     Args:
-        ckpt_path: a file, a run directory, `last` for the newest run in `runs`, `best` for its best checkpoint, or `hf://user/name`.
+        ckpt_path: a file, a run directory, `last` for the newest run in `runs`, or `best` for its best checkpoint.
         runs: folder with the runs of one name.
         prefer: `last` or `best`: which one a run stands for.
         key: the key of the config that names it, for messages.
@@ -57,7 +56,7 @@ def load(
         UserError: if nothing is there, or nothing valid.
     """
     # Words find the run by time; a path may name a file, a run directory, or a folder of checkpoints
-    run = newest_run(runs, key) if ckpt_path in ("last", "best") else Path(hub.local(ckpt_path, key))
+    run = newest_run(runs, key) if ckpt_path in ("last", "best") else Path(ckpt_path)
     if run.is_file():
         return _first_whole([run], key, parts, later, single=True)
     if not run.is_dir():

@@ -81,8 +81,7 @@ def restore(found: LoadedCheckpoint, state: Any, callbacks: dict[str, Any]) -> N
     Raises `UserError` if the checkpoint is of another model or optimizer, or a callback cannot load its state.
     """
     if not found.contents["optimizer"]:
-        problem = f"{found.path} has the weights alone, and no state of a training to resume"
-        raise UserError("ckpt_path", problem, "a checkpoint of a run, or init_from= instead, to start one from the weights")
+        raise UserError("ckpt_path", f"{found.path} has no state of a training", "a checkpoint of a run, or init_from=")
     try:
         state.load_state_dict(found.contents)
         # A callback that is new or gone on resuming keeps its fresh state, or loses its saved one

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from runner.base.errors import UserError, first_line
 from runner.base.reading import open_regular
-from runner.checkpoint import find, hub
+from runner.checkpoint import find
 from runner.checkpoint.file import Parts, is_checkpoint
 from runner.config import stored
 from runner.config.schema.train import Train
@@ -107,15 +107,15 @@ def read_weights(init_from: str, runs: Path) -> Weights:
 
     Args:
         init_from: a checkpoint (its average, where the best evaluation is one of it), a run directory, or `last` for the
-            newest run in `runs` (its best evaluation, or the last state), `best`, a `.safetensors` file, what `torch.save`
-            made of a state dict, or `hf://user/name`.
+            newest run in `runs` (its best evaluation, or the last state), `best`, a `.safetensors` file, or what `torch.save`
+            made of a state dict.
         runs: folder with the runs of one name.
 
     Raises:
         UserError: if nothing is there, it is damaged, or holds more than tensors and plain containers.
     """
     # Files of other programs have tensors only; those of this one have a config and classes too
-    path = Path(init_from := hub.local(init_from, _KEY))
+    path = Path(init_from)
     if path.is_file() and not is_checkpoint(path):
         tensors = _tensors_of(path)
         if not tensors:

@@ -291,10 +291,6 @@ def _of_verbs(config: Train) -> Broken:
             yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
         if not config.batch_sizes:
             yield "batch_sizes", "names no batch size", "such as [1,8]"
-        if config.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.hub):
-            yield "hub", f"cannot be {config.hub}", "user/name, a repository to create on the Hugging Face Hub"
-        if config.hub is not None and config.include_preprocessing:
-            yield "include_preprocessing", "is not for the hub, as runner normalises the images of its models", "false"
         if config.hub is None and not config.push:
             yield "push", "has no effect without hub", "hub=user/name"
     ending = PurePath(getattr(config, "output", None) or "").suffix

@@ -64,8 +64,7 @@ _MOST = {
     "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
 }  # fmt: skip
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
-# Texts for people, loggers, of which none that sends is kept, and weights that the checkpoint replaces
-_NOT_OPENED = ("name", "tags", "notes", "logger", "init_from")
+_NOT_OPENED = ("name", "tags", "notes", "logger", "init_from")  # texts, loggers that do not send, and what a run began with
 
 
 def problems_in_file(

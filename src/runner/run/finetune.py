@@ -189,7 +189,7 @@ def start_from(
 
     Raises `UserError` if the file cannot be read, more does not fit than `init_mismatch` allows, or a tensor holds other values.
     """
-    given = read_weights(path, Path(config.output_root) / config.name)
+    given = read_weights(local(path, "init_from"), Path(config.output_root) / config.name)
     # A module that the task adds, such as a teacher, is to be what was trained
     own, policy = model.state_dict(), config.init_mismatch if name == "model" else "raise"
     tensors = _without_prefix(given.tensors, own, name)

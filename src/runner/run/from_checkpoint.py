@@ -29,6 +29,7 @@ from runner.engine.state import load_task, load_weights
 from runner.engine.tta import TTAModel, views_named
 from runner.run.directory import claim
 from runner.run.finetune import explaining
+from runner.run.hub import local
 from runner.run.model import DataFacts, KnownData, build_model, build_modules, build_task, num_classes_of, prepared
 from runner.run.run import choose_hardware
 from runner.runtime.precision import Precision
@@ -157,7 +158,8 @@ def resolve_checkpoint(
         raise UserError("ckpt_path", "is missing", "a checkpoint file, a run directory, last or best")
     # Of the checkpoint's tensors, only the selected weights are read.
     read = part_with(composition.values["weights"])
-    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer="best", parts=read)
+    place = local(str(composition.values["ckpt_path"]), "ckpt_path")
+    found = find.load(place, composition.runs, prefer="best", parts=read)
     # Other data has to look to the model like the data that it was trained on.
     statistics = stored_data(found).get("normalize") or {}
     text, where = found.contents["config"], str(found.path)
@@ -177,7 +179,7 @@ def config_and_checkpoint(
     """
     if composition.values.get("ckpt_path") is None:
         return resolve_config(composition, schema), None
-    found = find.load(str(composition.values["ckpt_path"]), composition.runs, prefer=prefer)
+    found = find.load(local(str(composition.values["ckpt_path"]), "ckpt_path"), composition.runs, prefer=prefer)
     config, _ = stored.resolve_with_checkpoint(found.contents["config"], str(found.path), composition, schema)
     return config, found
 

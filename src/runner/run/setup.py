@@ -24,6 +24,7 @@ from runner.config.schema.train import Train
 from runner.config.stored import resolve_with_checkpoint, settings_changed
 from runner.distributed.world import restarted
 from runner.run.directory import refuse_special_files
+from runner.run.hub import local
 from runner.run.run_directory import RunDirectory
 
 
@@ -51,7 +52,7 @@ def decide(directory: RunDirectory) -> None:
         if directory.again is None and (problems := statistics_of_others(directory.config, composition)):
             raise ConfigError(problems)
         return
-    found = find.load(str(ckpt_path), composition.runs, prefer="last", later=True)
+    found = find.load(local(str(ckpt_path), "ckpt_path"), composition.runs, prefer="last", later=True)
     # From here on, a checkpoint is used: its config comes first, and the command line changes it
     config, differences = resolve_with_checkpoint(found.contents["config"], str(found.path), composition, Train)
     # Where a run sends to is for the command line to say.

@@ -1,4 +1,4 @@
-"""A model for the Hugging Face Hub: a checkpoint of nothing but its weights, its config, a model card, and the upload."""
+"""A model for the Hugging Face Hub: a checkpoint of nothing but weights, its config, a model card, and the upload."""
 
 from __future__ import annotations
 
@@ -15,70 +15,62 @@ from torch import nn
 from runner.base.files import write_atomically
 from runner.base.reading import read_overrides, read_summary
 from runner.checkpoint import file, find
-from runner.checkpoint.hub import FILE, asking
-from runner.lab.export.formats import Inputs, Writer
+from runner.lab.export.formats import Inputs, Normalizing, Writer
 from runner.run.from_checkpoint import ResolvedCheckpoint, run_directory_of
+from runner.run.hub import asking
 from runner.run.model import DataFacts, model_of
 from runner.tracking.formats import markdown_table, number
 
 
-def format_of(resolved: ResolvedCheckpoint[Any], data: DataFacts) -> tuple[str, Writer]:
-    """The file of the hub and what writes it: a checkpoint with the selected weights, without what only training needs."""
+def writer(resolved: ResolvedCheckpoint[Any], data: DataFacts) -> Writer:
+    """Writes a checkpoint with the selected weights, without what only training needs."""
     contents, (weights, kind) = resolved.found.contents, resolved.weights
-    metrics = {name: value for name, value in contents["metrics"].items() if name != "terms"} | {"callbacks": {}}
-    kept = contents | {"model": weights, "metrics": metrics, "scaler": None, "averaged": None}
-    kept |= {"optimizer": {}, "scheduler": {}, "rng": {}}
+    kept = contents | {"model": weights, "metrics": contents["metrics"] | {"callbacks": {}}, "averaged": None}
+    kept |= {"optimizer": {}, "scheduler": {}, "scaler": None, "rng": {}}
     kept |= {"loss": loss} if (loss := (contents if kind == "raw" else contents["averaged"]).get("loss")) else {}
 
     def write(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
         file.write(path, kept)
         again = dataclasses.replace(resolved, found=find.load(str(path), path.parent, "best"), which="auto")
         loaded: Any = model_of(again.restore_model(data, torch.device("cpu"))[1])
-        return loaded.export_model() if hasattr(loaded, "export_model") else loaded
+        loaded = loaded.export_model() if hasattr(loaded, "export_model") else loaded
+        return Normalizing(loaded, model.scale, model.shift).eval() if isinstance(model, Normalizing) else loaded
 
-    return FILE, write
+    return write
 
 
 def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: Path, named: bool) -> list[Path]:
-    """Write the config, and a model card for `record`, the content of `model.json`; for `named` see `replacing`."""
-    contents, place = resolved.found.contents, f"hf://{resolved.config.hub}"
-    run, words = run_directory_of(resolved.found.path) or Path(), list[str]()
-    summary = read_summary(run) or {}
+    """Write the config, and a model card for `record`, the content of model.json; for `named` see `replacing`."""
+    contents, path, repository = resolved.found.contents, resolved.found.path, resolved.config.hub
+    run, page = run_directory_of(path) or path, ["---", "library_name: runner", "tags: [runner]", "---"]
+    page += [f"# {repository}", "```bash", f"python -m runner predict ckpt_path=hf://{repository} input=photos/", "```"]
+    if resolved.config.data.images is None:  # which `load` is for
+        page += ["```python", "import runner", "", f'runner.load("hf://{repository}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
-        words = ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
-    metrics = {"val": contents["metrics"].get("last") or {}}
+        command = shlex.join(["python", "-m", "runner", "train", *read_overrides(run)])
+        page += ["## Training", "```bash", command, "```"]
+    metrics, summary = {"val": contents["metrics"].get("last") or {}}, read_summary(run) or {}
     # The test may be of other weights than those that are exported
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):
         metrics["test"] = summary["test"]
     metrics |= {record["split"]: record["metrics"]["model"]} if "split" in record else {}
-    samples = ", ".join(f"{split['samples']:,} {name}" for name, split in contents["metrics"]["data"].items())
-    facts = [
-        ["model, task", f"{record['model']}, {record['task']}"],
-        ["data", f"{resolved.config.data.name}, samples: {samples}"],
-        ["weights", f"{record['weights']}, step {record['global_step']}, SHA-256 {record['weights_sha256']}"],
-        [FILE, f"SHA-256 {record['files']['safetensors']['sha256']}"],
-        ["model.json", "classes, preprocessing of images, inputs and outputs"],
-        ["versions", ", ".join(map(" ".join, contents["versions"].items()))],
-        *([f"{name}, {split}", number(value)] for split, found in metrics.items() for name, value in found.items()),
-    ]
-    python = ["```python", "import runner", "", f'print(runner.load("{place}").predict("photo.jpg"))', "```"]
-    page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {resolved.config.hub}", "## Use", "```bash"]
-    page += [f"python -m runner predict ckpt_path={place} input=photos/", f"python -m runner train init_from={place}", "```"]
-    page += [*(python if resolved.config.data.images is None else []), *words, "## Facts", *markdown_table(["", ""], facts)]
-    written = {folder / "config.yaml": contents["config"], folder / "README.md": "\n".join([*page, ""])}
-    for path, text in written.items():
-        write_atomically(path, text.encode(errors="replace"), named=named)
-    return [*written]
+    facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
+    facts |= {"data": resolved.config.data.name} | contents["versions"]
+    facts |= {f"{name} samples": str(split["samples"]) for name, split in contents["metrics"]["data"].items()}
+    facts |= {f"{split} {name}": number(value) for split, found in metrics.items() for name, value in found.items()}
+    page += ["## Facts", *markdown_table(["", ""], [*map(list, facts.items())]), "", "model.json has more.", ""]
+    for name, text in (("config.yaml", contents["config"]), ("README.md", "\n".join(page))):
+        write_atomically(folder / name, text.encode(errors="replace"), named=named)
+    return [folder / "config.yaml", folder / "README.md"]
 
 
-def push(repository: str, paths: Sequence[Path]) -> str:
-    """Create a repository on the hub, upload files to it in one commit, and give its address; raises `UserError`."""
-    from huggingface_hub import CommitOperationAdd, HfApi
+def push(repository: str, files: Sequence[Path]) -> str:
+    """Create a repository on the hub, upload files in one commit, and give its address; raises `UserError` about `hub`."""
+    with asking("hub", repository, f"another name, or hf upload {repository} {files[0].parent}"):
+        from huggingface_hub import CommitOperationAdd, HfApi
 
-    allowed = f"another name, or to upload what was written: hf upload {repository} {paths[0].parent}"
-    with asking("hub", repository, allowed):
         address = HfApi().create_repo(repository)
-        parts = [part for path in paths for part in (path, path.with_name(f"{path.name}.data")) if part.exists()]  # of ONNX
-        files = [CommitOperationAdd(part.name, part) for part in parts]
-        HfApi().create_commit(repository, files, commit_message="Export by runner")
-    return str(address)
+        parts = [part for path in files for part in (path, Path(f"{path}.data")) if part.is_file()]  # of large ONNX
+        added = [CommitOperationAdd(part.name, part) for part in parts]
+        HfApi().create_commit(repository, added, commit_message="Export by runner")
+        return str(address)

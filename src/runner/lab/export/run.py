@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from runner.base.errors import FAILED, UserError, blame, require
 from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
-from runner.config import keys
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
 from runner.lab.export import hub
@@ -60,9 +59,7 @@ def run(composition: Composition) -> float:
     resolved = dataclasses.replace(resolved, config=config)
     chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
     if config.hub is not None:
-        chosen = ["safetensors", *(chosen if keys.says("format", resolved.words) else [])]
-        if config.push:
-            require("hub", "runner[huggingface]", "huggingface_hub", otherwise=", or push=false")
+        chosen = ["safetensors", *(chosen if any(word.startswith("format=") for word in resolved.words) else [])]
     if "onnx" in chosen:
         others = ", ".join(name for name in FORMATS if name != "onnx")
         require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
@@ -99,7 +96,8 @@ def run(composition: Composition) -> float:
     batches = [{name: each[:size] for name, each in inputs.items()} for size in config.batch_sizes]
     named, plain = config.output is not None, merged(config, exported)
     formats = {name: FORMATS[name] for name in chosen}
-    formats |= {"safetensors": hub.format_of(resolved, data)} if config.hub is not None else {}
+    if config.hub is not None:
+        formats["safetensors"] = (FORMATS["safetensors"][0], hub.writer(resolved, data))
     accuracy = Accuracy(resolved, config.split or "val", report) if measures else None
     with contextlib.closing(accuracy) if accuracy is not None else contextlib.nullcontext():
         if accuracy is not None and config.quantize:

@@ -1,0 +1,42 @@
+"""Models on the Hugging Face Hub: `hf://user/name` is the file model.safetensors of a repository, and no other is read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from runner.base.errors import UserError, require
+from runner.base.reading import bounded
+from runner.models.checks import cache_alone
+
+_FILE, _LARGEST = "model.safetensors", 2**36  # bytes
+
+
+@contextlib.contextmanager
+def asking(key: str, repository: str, allowed: str) -> Iterator[None]:
+    """Turn what goes wrong between this machine and the hub into a `UserError` about `key`; the extra has to be there."""
+    require(key, "runner[huggingface]", "huggingface_hub")
+    from huggingface_hub import constants
+
+    try:
+        with cache_alone():
+            yield
+    except Exception as error:  # of the hub's, of its client for HTTP, or of the system
+        reason = " ".join(str(error).split())[:300]  # the sentence of the hub is not in its first line
+        raise UserError(key, f"{repository} at {constants.ENDPOINT}: {reason}", allowed) from error
+
+
+def local(place: str, key: str) -> str:
+    """The path in the cache of the hub, after a download, if a place is `hf://user/name[@revision]`; else the place.
+
+    Raises `UserError` about `key` if there is no such file, it is too large, or the extra is missing.
+    """
+    if not place.startswith("hf://"):
+        return place
+    repository, _, revision = place.removeprefix("hf://").partition("@")
+    with asking(key, place, f"hf://user/name or hf://user/name@revision, of a repository with {_FILE}"):
+        from huggingface_hub import hf_hub_download
+
+        expected = hf_hub_download(repository, _FILE, revision=revision or None, dry_run=True)
+        bounded(expected.file_size or _LARGEST + 1, _LARGEST, "bytes")
+        return hf_hub_download(repository, _FILE, revision=revision or None)
