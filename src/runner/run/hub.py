@@ -16,21 +16,16 @@ _FILE, _LARGEST = "model.safetensors", 2**36  # bytes
 def asking(key: str, repository: str, allowed: str) -> Iterator[None]:
     """Turn what goes wrong between this machine and the hub into a `UserError` about `key`; the extra has to be there."""
     require(key, "runner[huggingface]", "huggingface_hub")
-    from huggingface_hub import constants
-
-    try:
-        with cache_alone():
+    with cache_alone() as why:
+        try:
             yield
-    except Exception as error:  # of the hub's, of its client for HTTP, or of the system
-        reason = " ".join(str(error).split())[:300]  # the sentence of the hub is not in its first line
-        raise UserError(key, f"{repository} at {constants.ENDPOINT}: {reason}", allowed) from error
+        except Exception as error:  # of the hub's, of its client for HTTP, or of the system
+            # The sentence of the hub is not in its first line
+            raise UserError(key, f"{repository}: {why or ' '.join(str(error).split())[:300]}", allowed) from error
 
 
 def local(place: str, key: str) -> str:
-    """The path in the cache of the hub, after a download, if a place is `hf://user/name[@revision]`; else the place.
-
-    Raises `UserError` about `key` if there is no such file, it is too large, or the extra is missing.
-    """
+    """The path in the cache of the hub if a place is `hf://user/name[@revision]`, else the place; raises `UserError`."""
     if not place.startswith("hf://"):
         return place
     repository, _, revision = place.removeprefix("hf://").partition("@")

@@ -47,8 +47,7 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     if resolved.config.data.images is None:  # which `load` is for
         page += ["```python", "import runner", "", f'runner.load("hf://{repository}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
-        command = shlex.join(["python", "-m", "runner", "train", *read_overrides(run)])
-        page += ["## Training", "```bash", command, "```"]
+        page += ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
     metrics, summary = {"val": contents["metrics"].get("last") or {}}, read_summary(run) or {}
     # The test may be of other weights than those that are exported
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):

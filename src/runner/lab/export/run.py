@@ -115,14 +115,13 @@ def run(composition: Composition) -> float:
     # The files are written even if one differs, so that the difference can be studied
     held = [each for each in compared if each["format"] != _INT8]  # which is rounded, so its metrics count
     worst = next((each for each in held if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
-    uploaded = dict[str, str]()
     if config.hub is not None:
         written += hub.describe(resolved, record, folder, named)
-        uploaded = {"hub": hub.push(config.hub, written)} if config.push and worst is None else {}
+        record |= {"hub": hub.push(config.hub, written)} if config.push and worst is None else {}
     report.line(resolved.described())
     _show(compared, metrics, config.split or "val", report)
-    report.lines(*written, *uploaded.values())
-    report.json(record | uploaded, written=[str(path) for path in written])
+    report.lines(*written, *([record["hub"]] if "hub" in record else []))
+    report.json(record, written=[str(path) for path in written])
     if worst is not None:
         apart = f"differs from the model by {worst['max_rel']:.2g} of its largest output at batch size {worst['batch_size']}"
         print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
