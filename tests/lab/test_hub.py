@@ -14,6 +14,7 @@ import pytest
 import torch
 from extras import needs
 from hub_server import TOKEN, Hub
+from PIL import Image
 from safetensors.torch import load_file, save
 
 from faults import forging
@@ -65,9 +66,7 @@ print(json.dumps([trained.step, trained.classes, trained.preprocess.shape, train
 def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint_does(
     hub: Hub, spawn: Any, trained: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
-    from torchvision.io import write_png
-
-    write_png(torch.full((1, 8, 8), 100, dtype=torch.uint8), "image.png")
+    Image.new("L", (8, 8), 100).save("image.png")
     exported = spawn("export", f"ckpt_path={trained}", "hub=user/digits", "json=true", "threads=1")
     assert exported.returncode == 0, exported.stderr
     record, files = json.loads(exported.stdout), hub.repositories["user/digits"]["main"]
@@ -102,7 +101,9 @@ def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     rows = []
     for place in ("hf://user/digits", str(trained)):
-        result = spawn("predict", f"ckpt_path={place}", "input=image.png", "output=rows.csv", "threads=1", "probabilities=true")
+        result = spawn(
+            "predict", f"ckpt_path={place}", "input=image.png", "output=rows.csv", "threads=1", "probabilities=true"
+        )
         assert result.returncode == 0, result.stderr
         rows.append(Path("rows.csv").read_text())
     assert rows[0] == rows[1]
@@ -198,7 +199,10 @@ def test_the_files_are_written_without_the_hub(
     assert names == {"model.safetensors", "model.pt2", "model.json", "config.yaml", "README.md"}
     # What was written is a checkpoint of a model, which is evaluated, and no state of a run
     accepted("eval", "ckpt_path=shared/model.safetensors", "threads=1")
-    assert "has no state of a training" in rejected("train", "ckpt_path=shared/model.safetensors", "epochs=9", *QUIET[:4]).err
+    assert (
+        "has no state of a training"
+        in rejected("train", "ckpt_path=shared/model.safetensors", "epochs=9", *QUIET[:4]).err
+    )
 
 
 def test_an_average_is_shared_as_the_weights(train: Any, json_of: Any) -> None:

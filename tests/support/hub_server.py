@@ -46,7 +46,9 @@ class Hub(LocalServer):
             return 200, {"errors": [], "warnings": []}
         _, name, action = re.split("/api/models/|/(?=preupload|commit)", path)
         if action == "preupload/main":
-            modes = [{"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in lines[0]["files"]]
+            modes = [
+                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in lines[0]["files"]
+            ]
             return 200, {"files": modes}
         added = [line["value"] for line in lines if line["key"] == "file"]
         self.repositories[name]["main"] |= {each["path"]: base64.b64decode(each["content"]) for each in added}
@@ -54,7 +56,10 @@ class Hub(LocalServer):
 
     def resolve(self, name: str, revision: str, path: str) -> tuple[int, dict[str, str], bytes]:
         """The status, headers and content of a file."""
-        for place, key, kind in ((self.repositories, name, "Repo"), (self.repositories.get(name), revision, "Revision")):
+        for place, key, kind in (
+            (self.repositories, name, "Repo"),
+            (self.repositories.get(name), revision, "Revision"),
+        ):
             if key not in (place or {}):
                 return 404, {"X-Error-Code": f"{kind}NotFound"}, b""
         files = self.repositories[name][revision]
@@ -62,7 +67,11 @@ class Hub(LocalServer):
         if path not in files:
             return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
         size = self.sizes.get(name, len(files[path]))
-        return 200, headers | {"ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"', "Content-Length": str(size)}, files[path]
+        return (
+            200,
+            headers | {"ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"', "Content-Length": str(size)},
+            files[path],
+        )
 
     def open(self) -> None:
         """Answer requests."""

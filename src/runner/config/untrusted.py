@@ -64,7 +64,7 @@ _MOST = {
     "data.dataset.classes": 2**20, **dict.fromkeys(("model", "transform", "loss", "task", "metrics"), 2**22),
 }  # fmt: skip
 _WEIGHED = ("loss", "task")  # where floats weigh terms of a loss, which may be large
-_NOT_OPENED = ("name", "tags", "notes", "logger", "init_from")  # texts, loggers that do not send, and what a run began with
+_NOT_OPENED = ("name", "tags", "notes", "logger", "init_from")  # texts, loggers that do not send, old weights
 
 
 def problems_in_file(

@@ -30,6 +30,7 @@ from runner.instrument.nested import kind_of
 from runner.instrument.no_trace import evaluating
 from runner.models.heads import Head, HeadNotFound, find_head
 from runner.models.initial import draw_weights, set_prior, whiten, zero_last_norms
+from runner.run.hub import local
 from runner.runtime.determinism import refusal
 
 _WHITENED, _SHOWN = 5000, 40
