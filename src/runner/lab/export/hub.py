@@ -25,8 +25,9 @@ from runner.tracking.formats import markdown_table, number
 def writer(resolved: ResolvedCheckpoint[Any], data: DataFacts) -> Writer:
     """Writes a checkpoint with the selected weights, without what only training needs."""
     contents, (weights, kind) = resolved.found.contents, resolved.weights
-    kept = contents | {"model": weights, "metrics": contents["metrics"] | {"callbacks": {}}, "averaged": None}
-    kept |= {"optimizer": {}, "scheduler": {}, "scaler": None, "rng": {}}
+    metrics = {name: value for name, value in contents["metrics"].items() if name not in ("train", "terms")}
+    kept = contents | {"model": weights, "metrics": metrics | {"callbacks": {}}, "optimizer": {}, "scheduler": {}}
+    kept |= {"scaler": None, "averaged": None, "rng": {}}
     kept |= {"loss": loss} if (loss := (contents if kind == "raw" else contents["averaged"]).get("loss")) else {}
 
     def write(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
