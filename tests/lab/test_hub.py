@@ -83,11 +83,11 @@ def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint
     for said in (
         "python -m runner train threads=1",
         "model.hidden=[8]",
-        f"| test, accuracy | {summary['test']['accuracy']:.4g} |",
-        f"| val, accuracy | {best['metrics']['last']['accuracy']:.4g} |",
+        f"| test/accuracy | {summary['test']['accuracy']:.4g} |",
+        f"| val/accuracy | {best['metrics']['last']['val/accuracy']:.4g} |",
         record["weights_sha256"],
-        record["files"]["safetensors"]["sha256"],
-        f"torch {best['versions']['torch']}",
+        f"| torch | {best['versions']['torch']} |",
+        f"| train samples | {best['metrics']['data']['train']['samples']} |",
         'runner.load("hf://user/digits")',
     ):
         assert said in card.replace("'", ""), said

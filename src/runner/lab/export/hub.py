@@ -49,15 +49,16 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
         page += ["```python", "import runner", "", f'runner.load("hf://{repository}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
         page += ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
-    metrics, summary = {"val": contents["metrics"].get("last") or {}}, read_summary(run) or {}
+    metrics, summary = dict(contents["metrics"].get("last") or {}), read_summary(run) or {}
     # The test may be of other weights than those that are exported
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):
-        metrics["test"] = summary["test"]
-    metrics |= {record["split"]: record["metrics"]["model"]} if "split" in record else {}
+        metrics |= {f"test/{name}": value for name, value in summary["test"].items()}
+    if "split" in record:
+        metrics |= {f"{record['split']}/{name}": value for name, value in record["metrics"]["model"].items()}
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
     facts |= {"data": resolved.config.data.name} | contents["versions"]
     facts |= {f"{name} samples": str(split["samples"]) for name, split in contents["metrics"]["data"].items()}
-    facts |= {f"{split} {name}": number(value) for split, found in metrics.items() for name, value in found.items()}
+    facts |= {name: number(value) for name, value in metrics.items()}
     page += ["## Facts", *markdown_table(["", ""], [*map(list, facts.items())]), "", "model.json has more.", ""]
     for name, text in (("config.yaml", contents["config"]), ("README.md", "\n".join(page))):
         write_atomically(folder / name, text.encode(errors="replace"), named=named)
