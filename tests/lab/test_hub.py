@@ -114,11 +114,13 @@ def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint
         sums.append(json.loads(result.stdout.splitlines()[-1]))
     assert sums[0]["weights_sha256"] == sums[1]["weights_sha256"]
     assert sums[0]["init_from"]["weights_sha256"] == sums[1]["init_from"]["weights_sha256"]
-    # A run that began with it is resumed without asking for it
-    resumed = spawn("train", f"ckpt_path={sums[0]['directory']}", "max_steps=2", *QUIET[:4], "json=true")
-    assert resumed.returncode == 0, resumed.stderr
     assert "ckpt_path: " in refused("train", "ckpt_path=hf://user/digits", "epochs=9", *QUIET[:4])
     assert "init_from: hf://user/digits@other: " in refused("train", "init_from=hf://user/digits@other", *SMALL, *QUIET)
+    # A run that began with it is resumed without it, and nothing asks for it
+    monkeypatch.setenv("HF_HOME", "empty")
+    resumed = spawn("train", f"ckpt_path={sums[0]['directory']}", "max_steps=2", *QUIET[:4], "json=true")
+    assert resumed.returncode == 0, resumed.stderr
+    assert refused("predict", "ckpt_path=hf://user/digits", "input=image.png")
 
 
 def test_files_of_strangers_run_nothing_and_are_bounded(hub: Hub, refused: Any, spawn: Any, trained: Path) -> None:

@@ -56,9 +56,9 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     if "split" in record:
         metrics |= {f"{record['split']}/{name}": value for name, value in record["metrics"]["model"].items()}
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
-    facts |= {"data": resolved.config.data.name} | contents["versions"]
+    facts["data"] = resolved.config.data.name
     facts |= {f"{name} samples": str(split["samples"]) for name, split in contents["metrics"]["data"].items()}
-    facts |= {name: number(value) for name, value in metrics.items()}
+    facts |= {name: number(value) for name, value in metrics.items()} | contents["versions"]
     page += ["## Facts", *markdown_table(["", ""], [*map(list, facts.items())]), "", "model.json has more.", ""]
     for name, text in (("config.yaml", contents["config"]), ("README.md", "\n".join(page))):
         write_atomically(folder / name, text.encode(errors="replace"), named=named)
