@@ -27,7 +27,7 @@ QUIET = ("threads=1", "logger=none", "log.progress=false", "log.curves=false", "
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub that the processes of a test know as their endpoint, with a cache of their own."""
+    """A hub that the processes of a test know as their endpoint, with a new cache."""
     hub = Hub()
     hub.open()
     for name, value in hub.environment(tmp_path / "cache").items():
@@ -166,8 +166,8 @@ def test_what_the_hub_refuses_is_a_sentence(
     words = ("export", f"ckpt_path={trained}", "threads=1")
     hub.repositories["user/there"] = {"main": {}}
     for name, token, reason in (
-        ("user/there", TOKEN, "409"),
-        ("others/digits", TOKEN, "403"),
+        ("user/there", TOKEN, "exists already"),
+        ("others/digits", TOKEN, "has no permission"),
         ("user/digits", "hf_wrong", "401"),
     ):
         monkeypatch.setenv("HF_TOKEN", token)

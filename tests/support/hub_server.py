@@ -56,22 +56,15 @@ class Hub(LocalServer):
 
     def resolve(self, name: str, revision: str, path: str) -> tuple[int, dict[str, str], bytes]:
         """The status, headers and content of a file."""
-        for place, key, kind in (
-            (self.repositories, name, "Repo"),
-            (self.repositories.get(name), revision, "Revision"),
-        ):
-            if key not in (place or {}):
-                return 404, {"X-Error-Code": f"{kind}NotFound"}, b""
-        files = self.repositories[name][revision]
+        revisions = self.repositories.get(name, {})
+        if revision not in revisions:
+            return 404, {"X-Error-Code": f"{'Revision' if revisions else 'Repo'}NotFound"}, b""
+        files = revisions[revision]
         headers = {"X-Repo-Commit": hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()}
         if path not in files:
             return 404, headers | {"X-Error-Code": "EntryNotFound"}, b""
-        size = self.sizes.get(name, len(files[path]))
-        return (
-            200,
-            headers | {"ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"', "Content-Length": str(size)},
-            files[path],
-        )
+        headers |= {"ETag": f'"{hashlib.sha256(files[path]).hexdigest()}"'}
+        return 200, headers | {"Content-Length": str(self.sizes.get(name, len(files[path])))}, files[path]
 
     def open(self) -> None:
         """Answer requests."""

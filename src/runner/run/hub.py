@@ -10,6 +10,7 @@ from runner.base.reading import bounded
 from runner.models.checks import cache_alone
 
 _FILE, _LARGEST = "model.safetensors", 2**36  # bytes
+_REASONS = {403: "the token has no permission", 409: "this repository exists already"}  # by status
 
 
 @contextlib.contextmanager
@@ -20,8 +21,10 @@ def asking(key: str, repository: str, allowed: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of the hub's, of its client for HTTP, or of the system
+            status = getattr(getattr(error, "response", None), "status_code", 0)
             # The sentence of the hub is not in its first line
-            raise UserError(key, f"{repository}: {why or ' '.join(str(error).split())[:300]}", allowed) from error
+            reason = why or _REASONS.get(status, " ".join(str(error).split())[:300])
+            raise UserError(key, f"{repository}: {reason}", allowed) from error
 
 
 def local(place: str, key: str) -> str:

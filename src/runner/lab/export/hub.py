@@ -67,7 +67,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
 
 def push(repository: str, files: Sequence[Path]) -> str:
     """Create a repository on the hub, upload files in one commit, and give its address; raises `UserError` about `hub`."""
-    with asking("hub", repository, f"another name, or hf upload {repository} {files[0].parent}"):
+    allowed = f"another name, a token that may write (HF_TOKEN, or hf auth login), or hf upload {repository} {files[0].parent}"
+    with asking("hub", repository, allowed):
         from huggingface_hub import CommitOperationAdd, HfApi
 
         address = HfApi().create_repo(repository)
