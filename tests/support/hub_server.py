@@ -46,10 +46,8 @@ class Hub(LocalServer):
             return 200, {"errors": [], "warnings": []}
         _, name, action = re.split("/api/models/|/(?=preupload|commit)", path)
         if action == "preupload/main":
-            modes = [
-                {"path": each["path"], "uploadMode": "regular", "shouldIgnore": False} for each in lines[0]["files"]
-            ]
-            return 200, {"files": modes}
+            mode = {"uploadMode": "regular", "shouldIgnore": False}
+            return 200, {"files": [mode | {"path": each["path"]} for each in lines[0]["files"]]}
         added = [line["value"] for line in lines if line["key"] == "file"]
         self.repositories[name]["main"] |= {each["path"]: base64.b64decode(each["content"]) for each in added}
         return 200, {"commitUrl": f"http://127.0.0.1:{self.port}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40}
