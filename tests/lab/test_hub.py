@@ -166,8 +166,8 @@ def test_what_the_hub_refuses_is_a_sentence(
     words = ("export", f"ckpt_path={trained}", "threads=1")
     hub.repositories["user/there"] = {"main": {}}
     for name, token, reason in (
-        ("user/there", TOKEN, "exists already"),
-        ("others/digits", TOKEN, "has no permission"),
+        ("user/there", TOKEN, "You already created this model repo"),
+        ("others/digits", TOKEN, "403 Forbidden"),
         ("user/digits", "hf_wrong", "401"),
     ):
         monkeypatch.setenv("HF_TOKEN", token)

@@ -38,7 +38,9 @@ class Hub(LocalServer):
         if path == "/api/repos/create":
             name = f"{lines[0]['organization']}/{lines[0]['name']}"
             if name in self.repositories or not name.startswith("user/"):
-                return (409 if name in self.repositories else 403), {"error": "refused"}
+                return (
+                    (409, {"error": "You already created this model repo"}) if name in self.repositories else (403, {})
+                )
             self.repositories[name] = {"main": {}}
             return 200, {"url": f"http://127.0.0.1:{self.port}/{name}"}
         if path == "/api/validate-yaml":

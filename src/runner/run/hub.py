@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from runner.base.errors import UserError, require
 from runner.base.reading import bounded
 from runner.models.checks import cache_alone
 
 _FILE, _LARGEST = "model.safetensors", 2**36  # bytes
-_REASONS = {403: "the token has no permission", 409: "this repository exists already"}  # by status
 
 
 @contextlib.contextmanager
-def asking(key: str, repository: str, allowed: str) -> Iterator[None]:
-    """Turn what goes wrong between this machine and the hub into a `UserError` about `key`; the extra has to be there."""
+def asking(key: str, repository: str, allowed: str) -> Iterator[Any]:
+    """Give huggingface_hub, and turn what it raises, or that the extra is missing, into a `UserError` about `key`."""
     require(key, "runner[huggingface]", "huggingface_hub")
+    import huggingface_hub
+
     with cache_alone() as why:
         try:
-            yield
+            yield huggingface_hub
         except Exception as error:  # of the hub's, of its client for HTTP, or of the system
-            status = getattr(getattr(error, "response", None), "status_code", 0)
-            # The sentence of the hub is not in its first line
-            reason = why or _REASONS.get(status, " ".join(str(error).split())[:300])
+            reason = why or " ".join(str(error).split())[:300]  # the sentence of the hub is not in its first line
             raise UserError(key, f"{repository}: {reason}", allowed) from error
 
 
@@ -32,9 +32,7 @@ def local(place: str, key: str) -> str:
     if not place.startswith("hf://"):
         return place
     repository, _, revision = place.removeprefix("hf://").partition("@")
-    with asking(key, place, f"hf://user/name or hf://user/name@revision, of a repository with {_FILE}"):
-        from huggingface_hub import hf_hub_download
-
-        expected = hf_hub_download(repository, _FILE, revision=revision or None, dry_run=True)
+    with asking(key, place, f"hf://user/name or hf://user/name@revision, of a repository with {_FILE}") as hub:
+        expected = hub.hf_hub_download(repository, _FILE, revision=revision or None, dry_run=True)
         bounded(expected.file_size or _LARGEST + 1, _LARGEST, "bytes")
-        return hf_hub_download(repository, _FILE, revision=revision or None)
+        return str(hub.hf_hub_download(repository, _FILE, revision=revision or None))

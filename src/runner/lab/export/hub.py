@@ -67,12 +67,9 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
 
 def push(repository: str, files: Sequence[Path]) -> str:
     """Create a repository on the hub, upload files in one commit, and give its address; raises `UserError` about `hub`."""
-    allowed = f"another name, a token that may write (HF_TOKEN, or hf auth login), or hf upload {repository} {files[0].parent}"
-    with asking("hub", repository, allowed):
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        address = HfApi().create_repo(repository)
+    with asking("hub", repository, f"another name, or hf upload {repository} {files[0].parent}") as hub:
+        address = hub.HfApi().create_repo(repository)
         parts = [part for path in files for part in (path, Path(f"{path}.data")) if part.is_file()]  # of large ONNX
-        added = [CommitOperationAdd(part.name, part) for part in parts]
-        HfApi().create_commit(repository, added, commit_message="Export by runner")
+        added = [hub.CommitOperationAdd(part.name, part) for part in parts]
+        hub.HfApi().create_commit(repository, added, commit_message="Export by runner")
         return str(address)
