@@ -23,8 +23,7 @@ def asking(key: str, repository: str, allowed: str) -> Iterator[Any]:
         try:
             yield huggingface_hub
         except Exception as error:  # of the hub's, of its client for HTTP, or of the system
-            reason = why or " ".join(str(error).split())[:300]  # the sentence of the hub is not in its first line
-            raise UserError(key, f"{repository}: {reason}", allowed) from error
+            raise UserError(key, f"{repository}: {why or ' '.join(str(error).split())[:300]}", allowed) from error
 
 
 def local(place: str, key: str) -> str:

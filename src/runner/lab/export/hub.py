@@ -25,9 +25,8 @@ from runner.tracking.formats import markdown_table, number
 def writer(resolved: ResolvedCheckpoint[Any], data: DataFacts) -> Writer:
     """Writes a checkpoint with the selected weights, without what only training needs."""
     contents, (weights, kind) = resolved.found.contents, resolved.weights
-    metrics = {name: value for name, value in contents["metrics"].items() if name not in ("train", "terms")}
-    kept = contents | {"model": weights, "metrics": metrics | {"callbacks": {}}, "optimizer": {}, "scheduler": {}}
-    kept |= {"scaler": None, "averaged": None, "rng": {}}
+    kept = contents | {"model": weights, "metrics": contents["metrics"] | {"callbacks": {}, "train": {}, "terms": {}}}
+    kept |= {"optimizer": {}, "scheduler": {}, "scaler": None, "averaged": None, "rng": {}}
     kept |= {"loss": loss} if (loss := (contents if kind == "raw" else contents["averaged"]).get("loss")) else {}
 
     def write(model: nn.Module, example: Inputs, path: Path) -> nn.Module:
@@ -53,8 +52,9 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     # The test may be of other weights than those that are exported
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):
         metrics |= {f"test/{name}": value for name, value in summary["test"].items()}
-    if "split" in record:
-        metrics |= {f"{record['split']}/{name}": value for name, value in record["metrics"]["model"].items()}
+    metrics |= {
+        f"{record['split']}/{name}": value for name, value in record.get("metrics", {}).get("model", {}).items()
+    }
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
     facts["data"] = resolved.config.data.name
     facts |= {f"{name} samples": str(split["samples"]) for name, split in contents["metrics"]["data"].items()}
@@ -69,7 +69,6 @@ def push(repository: str, files: Sequence[Path]) -> str:
     """Create a repository on the hub, upload files in one commit, and give its address; raises `UserError` about `hub`."""
     with asking("hub", repository, f"another name, or hf upload {repository} {files[0].parent}") as hub:
         address = hub.HfApi().create_repo(repository)
-        parts = [part for path in files for part in (path, Path(f"{path}.data")) if part.is_file()]  # of large ONNX
-        added = [hub.CommitOperationAdd(part.name, part) for part in parts]
+        added = [hub.CommitOperationAdd(p.name, p) for f in files for p in (f, Path(f"{f}.data")) if p.is_file()]
         hub.HfApi().create_commit(repository, added, commit_message="Export by runner")
         return str(address)
