@@ -52,9 +52,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     # The test may be of other weights than those that are exported
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):
         metrics |= {f"test/{name}": value for name, value in summary["test"].items()}
-    metrics |= {
-        f"{record['split']}/{name}": value for name, value in record.get("metrics", {}).get("model", {}).items()
-    }
+    measured = record["metrics"]["model"] if "split" in record else {}
+    metrics |= {f"{record['split']}/{name}": value for name, value in measured.items()}
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
     facts["data"] = resolved.config.data.name
     facts |= {f"{name} samples": str(split["samples"]) for name, split in contents["metrics"]["data"].items()}
