@@ -196,7 +196,9 @@ def test_the_files_are_written_without_the_hub(
     for said in (rejected(*words).err, rejected("predict", "ckpt_path=hf://user/digits", "input=.").err):
         assert "needs packages that are not installed: huggingface_hub" in said
         assert "runner[huggingface]" in said
-    accepted(*words, "push=false", "format=torch_export", "include_preprocessing=true", "output=shared")
+    others = ("format=torch_export", "include_preprocessing=true", "split=train")
+    accepted(*words, "push=false", "output=shared", *others)
+    assert "| train/accuracy | " in Path("shared/README.md").read_text()
     names = {path.name for path in Path("shared").iterdir()}
     assert names == {"model.safetensors", "model.pt2", "model.json", "config.yaml", "README.md"}
     # What was written is a checkpoint of a model, which is evaluated, and no state of a run
