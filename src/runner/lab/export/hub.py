@@ -49,9 +49,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
         page += ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
     metrics, summary = dict(contents["metrics"].get("last") or {}), read_summary(run) or {}
-    # The test may be of other weights than those that are exported
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):
-        metrics |= {f"test/{name}": value for name, value in summary["test"].items()}
+        metrics |= {f"test/{name}": value for name, value in summary["test"].items()}  # others were not tested
     measured = record["metrics"]["model"] if "split" in record else {}
     metrics |= {f"{record['split']}/{name}": value for name, value in measured.items()}
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
