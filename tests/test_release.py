@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from docs_pages import REPOSITORY
+from docs_pages import PAGES, REPOSITORY
 
 import runner
 from runner.cli import main
@@ -40,7 +40,7 @@ def check(checkout: Path, tag: str) -> str:
     return ended.stdout + ended.stderr
 
 
-def test_the_version_is_that_of_the_package_and_of_the_newest_section_of_the_changelog(
+def test_the_version_is_that_of_the_package_the_changelog_and_the_wheel_in_the_docs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert runner.__version__ == VERSION
@@ -49,6 +49,8 @@ def test_the_version_is_that_of_the_package_and_of_the_newest_section_of_the_cha
     sections = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
     assert sections[0] == "Unreleased"
     assert re.fullmatch(rf"{re.escape(VERSION)} - \d{{4}}-\d\d-\d\d", sections[1])
+    pages = [path.read_text(encoding="utf-8") for path in (REPOSITORY / "README.md", *PAGES)]
+    assert set(re.findall(r"runner-([\w.]+)-py3", "\n".join(pages))) == {VERSION}
 
 
 def test_a_tag_of_another_version_and_a_version_without_a_section_are_refused_before_the_build(checkout: Path) -> None:

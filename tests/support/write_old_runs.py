@@ -63,7 +63,9 @@ def public_names() -> dict[str, Any]:
     """The names that docs/project/stability.md promises, sorted."""
     sources = Sources()
     options = [option for group in sources.groups() for option in sources.options(group)]
-    targets = {target for each in options for target in re.findall(r"_target_: (runner\.[\w.]+)", each.path.read_text())}
+    targets = {
+        target for each in options for target in re.findall(r"_target_: (runner\.[\w.]+)", each.path.read_text())
+    }
     return {
         "verbs": sorted(VERBS),
         "python": sorted(runner.__all__),
