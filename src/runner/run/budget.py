@@ -109,11 +109,11 @@ def fix_steps(
     directory.console.line(f"measuring how many steps fit into budget={config.budget}")
     total = seconds(config.budget)
     limit = min(_SHARE * total, _MOST_S)
-    first = _measure(config, directory, Clock(signals, limit), rehearse, 2 * _WARM, _WARM, _BATCHES)
+    first = _measure(config, directory, Clock(signals, limit), rehearse, steps=2 * _WARM, every=_WARM, batches=_BATCHES)
     # Several evaluations are measured, and of long ones a part
     every = math.ceil(limit / (first.step or limit) / _EVALUATIONS)
     batches = max(_BATCHES, int(limit / (first.batch or limit) / _EVALUATIONS))
-    cost = _measure(config, directory, Clock(signals, limit), rehearse, _ENDLESS, every, batches)
+    cost = _measure(config, directory, Clock(signals, limit), rehearse, steps=_ENDLESS, every=every, batches=batches)
     left = _USED * total - _PROCESS_S - world().decide(time.time) + directory.began - cost.start - cost.end
     intervals = (config.evaluate.every_epochs or 0) * cost.epoch, config.evaluate.every_steps or 0
     lengths = [length for length in intervals if length]
@@ -134,7 +134,7 @@ def fix_steps(
 
 
 def _measure(
-    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, steps: int, every: int, batches: int
+    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, *, steps: int, every: int, batches: int
 ) -> _Costs:
     """Train at most `steps` steps, and give the longest times of all ranks.
 
