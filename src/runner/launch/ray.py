@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError, first_line, require
+from runner.base.errors import blame, first_line, require
 from runner.launch.jobs import Ended, Job
 
 _POLLED_S = 0.1
@@ -56,10 +56,8 @@ class Ray:
         self._init = {**quiet, "address": address or "local", **(init or {})}
         # The ledger of the sweep decides what starts again, and not Ray.
         options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 1, "max_retries": 0, **(remote or {})}
-        try:
+        with blame("hydra.launcher", "ray.remote fails"):
             self._task = ray.remote(**options)(_work)
-        except (TypeError, ValueError) as error:
-            raise UserError("hydra.launcher", str(error)) from error
         self._running: dict[Any, int] = {}
         self._stops: list[bool] = []
 
@@ -73,9 +71,8 @@ class Ray:
         if not self._ray.is_initialized():
             handler = signal.getsignal(signal.SIGTERM)
             try:
-                self._ray.init(**self._init)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError("hydra.launcher", f"ray.init fails: {first_line(error)}") from error
+                with blame("hydra.launcher", "ray.init fails"):
+                    self._ray.init(**self._init)
             finally:
                 signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
         for job in jobs:

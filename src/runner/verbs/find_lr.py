@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, blame
 from runner.base.files import write_atomically, write_json
 from runner.base.secrets import mask_words
 from runner.checkpoint import resume
@@ -105,11 +105,8 @@ def find_rate(run: Run, config: FindLr, begin: Callable[..., None]) -> tuple[Cur
     rates, source = exponential(config.start, config.end, config.num_steps), run.data.train.loader
     with memory_for_training(run.config):
         curve = range_test(run.step, source, run.plan, rates, reference=reference, interrupted=lambda: begin() or "")
-    try:
+    with blame("lr", "no rate was found", "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"):
         suggestions = suggest(curve)
-    except ValueError as error:
-        allowed = "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"
-        raise UserError("lr", f"no rate was found: {error}", allowed) from error
     # Other rates of the optimizer, such as Muon's for its AdamW part, keep their ratio to the main one
     further = {
         name: value * suggestions.fifth / reference
