@@ -62,7 +62,7 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Release what the launcher holds once its jobs have ended, or continue without it."""
-        ...
+        return
 
 
 def run(
