@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from runner.base.errors import UserError, blame
 from runner.base.files import write_atomically, write_json
@@ -91,7 +92,7 @@ def run(composition: Composition) -> None:
     report.folder(folder)
 
 
-def find_rate(run: Run, config: FindLr, begin: Callable[..., None]) -> tuple[Curve, Suggestions, dict[str, float]]:
+def find_rate(run: Run, config: FindLr, begin: Callable[..., Any]) -> tuple[Curve, Suggestions, dict[str, float]]:
     """Make a range test; the run is of no use afterwards. `begin` is called before each step.
 
     The last item of the result has what is recommended for the optimizer's arguments that are rates, `lr` first. Raises
@@ -105,7 +106,8 @@ def find_rate(run: Run, config: FindLr, begin: Callable[..., None]) -> tuple[Cur
     rates, source = exponential(config.start, config.end, config.num_steps), run.data.train.loader
     with memory_for_training(run.config):
         curve = range_test(run.step, source, run.plan, rates, reference=reference, interrupted=lambda: begin() or "")
-    with blame("lr", "no rate was found", "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"):
+    allowed = "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"
+    with blame("lr", "no rate was found", allowed):
         suggestions = suggest(curve)
     # Other rates of the optimizer, such as Muon's for its AdamW part, keep their ratio to the main one
     further = {
