@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import blame, first_line, require
+from runner.base.errors import UserError, blame, first_line, require
 from runner.launch.jobs import Ended, Job, Launcher
 
 _POLLED_S = 0.1
@@ -55,8 +55,10 @@ class Ray(Launcher):
         self._init = {**quiet, "address": address or "local", **(init or {})}
         # The ledger of the sweep decides what starts again, and not Ray.
         options = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_calls": 1, "max_retries": 0, **(remote or {})}
-        with blame("hydra.launcher", "ray.remote fails"):
+        try:
             self._task = ray.remote(**options)(_work)
+        except (TypeError, ValueError) as error:
+            raise UserError("hydra.launcher", str(error)) from error
         self._running: dict[Any, int] = {}
         self._stops: list[bool] = []
 
