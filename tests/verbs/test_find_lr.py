@@ -12,7 +12,7 @@ import yaml
 from extended import some
 
 from runner.checkpoint.file import read
-from runner.verbs.find_lr import find_rate
+from runner.run.find_rate import find_rate
 
 SMALL = ("threads=1", "model=mlp", "model.hidden=[32]", "transform=none", "scheduler=constant")
 QUICK = ("logger=none", "log.progress=false", "log.curves=false", "epochs=1", "evaluate.test=false")
