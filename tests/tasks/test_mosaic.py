@@ -204,6 +204,7 @@ def test_two_ranks_batch_sizes_and_orders_see_the_same_samples(compose: Any) -> 
             assert all(torch.equal(target[name], expected[name]) for name in ("boxes", "labels", "iscrowd"))
 
 
+@pytest.mark.extended
 def test_workers_and_kills_inside_an_epoch_and_before_the_last_one_give_the_same_weights(
     train: Callable[..., Any], killed: Callable[..., Path]
 ) -> None:
