@@ -117,13 +117,19 @@ def _cpu_model() -> str:
 
 
 def _git() -> dict[str, Any] | None:
+    commit = _git_output("rev-parse", "HEAD")
+    status = _git_output("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if status is None else bool(status)} if commit else None
+
+
+def _git_output(*arguments: str) -> str | None:
     # Optional locks could block a commit that the user makes at the same time.
-    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError, UnicodeDecodeError):
+    command = ["git", "--no-optional-locks", *arguments]
+    try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
-        if commit := re.search(r"^# branch\.oid ([0-9a-f]+)$", done.stdout, re.MULTILINE):
-            return {"commit": commit[1], "dirty": not all(line.startswith("#") for line in done.stdout.splitlines())}
-    return None
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()
 
 
 def _gib(size: int) -> str:
