@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.base.errors import UserError
-from runner.distributed.world import summed, world
+from runner.distributed.world import world
 
 _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class _Total(torch.autograd.Function):
+    """The sum of a tensor over all ranks. A rank's loss depends on the tensors of all, so its gradients are summed too.
+
+    torch.distributed.nn.functional.all_reduce does the same, but its import makes a folder for temporary files.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return world().total(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return world().total(gradients[0])
 
 
 class GlobalBatchNorm(_BatchNorm):
@@ -49,9 +65,9 @@ class GlobalBatchNorm(_BatchNorm):
         # A rank without rows computes on a row of another, which must not count
         kept = slice(None if own else 0)
         # Two exchanges, mean before variance, as the sum of squares minus the squared mean loses digits
-        mean = summed(wide[kept].sum(others)) / count
+        mean = _Total.apply(wide[kept].sum(others)) / count
         centred = wide - mean.view(shape)
-        variance = summed(centred[kept].square().sum(others)) / count
+        variance = _Total.apply(centred[kept].square().sum(others)) / count
         if self.training and self.track_running_stats:
             self._track(mean.detach(), variance.detach() * (count / (count - 1)))
         normalised = centred * (variance + self.eps).rsqrt().view(shape)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.base.errors import UserError
-from runner.distributed.world import rows, summed, world
+from runner.distributed.world import gathered_rows, rows, world
 
 _samples, _whole = 0, True  # of the batch that a step trains on; 0 outside of a step
 
@@ -55,6 +56,20 @@ def gather(tensor: Tensor) -> Tensor:
         raise ValueError(
             f"gather takes a row of each sample, {expected} here, got {len(tensor)}: gather each view by itself"
         )
-    # The rows of others are zeros here; a rank without a sample adds none of its own
-    before, after = (tensor.new_zeros((count, *tensor.shape[1:])) for count in (own.start, _samples - own.stop))
-    return summed(torch.cat([before, tensor[: own.stop - own.start], after]))
+    gathered: Tensor = _Gather.apply(tensor, _samples, own)
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers rows; backward adds up the gradients of all ranks' losses, of which their mean is taken afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, samples: int, own: slice) -> Tensor:
+        ctx.own, ctx.shape = own, tensor.shape
+        return gathered_rows(tensor.contiguous(), samples, world())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        found = gradient.new_zeros(ctx.shape)
+        found[: ctx.own.stop - ctx.own.start] = world().total(gradient.contiguous())[ctx.own]
+        return found, None, None

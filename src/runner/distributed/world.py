@@ -208,27 +208,6 @@ def rows(samples: int, rank: int, size: int) -> slice:
     return slice(start, start + each + (rank < more))
 
 
-class _Sum(torch.autograd.Function):
-    """The sum of a tensor over all ranks. A rank's loss depends on the tensors of all, so its gradients are summed too.
-
-    torch.distributed.nn.functional.all_reduce does the same, but its import makes a folder for temporary files.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return _WORLD.total(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return _WORLD.total(gradients[0].contiguous())
-
-
-def summed(tensor: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, with gradients."""
-    found: Tensor = _Sum.apply(tensor)
-    return found
-
-
 def gathered_rows(own: Tensor, samples: int, world: World) -> Tensor:
     """The rows of all ranks, (samples, ...), given this one's; a rank without rows gives a row that is skipped."""
     parts = [rows(samples, rank, world.size) for rank in range(world.size)]
