@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError, first_line, require
+from runner.base.errors import UserError, blame, first_line, require
 from runner.base.patterns import matching
 from runner.checkpoint.find import beside
 from runner.checkpoint.weights import Weights, read_weights, weights_sha256
@@ -126,7 +126,7 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     for scheme in sorted(schemes, key=ADJUSTMENTS.count):  # after what would undo them
-        try:
+        with blame("init", f"{scheme} does not apply", "init without it"):
             if scheme == "zero_gamma":
                 zero_last_norms(model)
             elif scheme == "prior_bias":
@@ -139,8 +139,6 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
                 whiten(model, _some_images(data))
             else:
                 draw_weights(model, scheme)
-        except ValueError as error:
-            raise UserError("init", f"{scheme} does not apply: {error}", "init without it") from error
     return schemes
 
 
