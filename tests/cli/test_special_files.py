@@ -15,7 +15,7 @@ from extended import some
 from PIL import Image
 
 from runner.base.errors import UserError
-from runner.data.sources.image_io import read_image
+from image_reader import read_image
 
 
 def call(*words: str) -> subprocess.CompletedProcess[str]:

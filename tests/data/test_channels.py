@@ -20,7 +20,7 @@ from read_splits import read_words
 import runner
 from runner.base.errors import UserError
 from runner.data.sources.digits import digits
-from runner.data.sources.image_io import read_image
+from image_reader import read_image
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 tifffile = optional("tifffile")

@@ -15,13 +15,14 @@ from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from small_loaders import joined, read, same, small_loader
 
+from image_reader import read_image
 from runner.base.errors import UserError
 from runner.data.loaders import Batch
 from runner.data.sample_rng import seed_generators
 from runner.data.samples import SeededDataset
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import Decoding, read_image
+from runner.data.sources.image_io import Decoding
 from runner.data.transforms.crops import RandomResizedCrop
 
 

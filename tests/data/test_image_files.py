@@ -17,13 +17,14 @@ from PIL import Image, ImageOps
 from plain_data import noise_image
 from small_loaders import CPU
 
+from image_reader import read_image
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_files import files_loader
-from runner.data.sources.image_io import Decoding, read_image
+from runner.data.sources.image_io import Decoding
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.crops import RandomResizedCrop
 

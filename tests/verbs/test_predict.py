@@ -19,7 +19,7 @@ from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.data.module import DataModule
 from runner.data.sources.image_files import fitted
-from runner.data.sources.image_io import read_image
+from image_reader import read_image
 from runner.data.sources.synthetic import synthetic
 from runner.models.features import Extractor
 from runner.verbs.predict.run import files_in
