@@ -123,18 +123,11 @@ def _read_idx_family(name: str, root: str, download: bool) -> dict[str, ImageArr
 
     def fetch() -> None:
         from torchvision import datasets
-        from torchvision.datasets.utils import download_url
 
-        # Only the packed files, as torchvision verifies none that it has unpacked
-        source = getattr(datasets, name)
-        for filename, md5 in source.resources:
-            for address in () if (folder / filename).with_suffix("").is_file() else source.mirrors:
-                try:
-                    download_url(f"{address}{filename}", folder, filename, md5)
-                    break
-                except (OSError, RuntimeError, HTTPException):
-                    if address == source.mirrors[-1]:
-                        raise
+        # Only the download, as reading may fail in many ways
+        source = object.__new__(getattr(datasets, name))
+        source.root = folder.parents[1]
+        source.download()
 
     files = [file for pair in _IDX_FILES.values() for file in pair]
     return _read(name, lambda: [*map(path, files)], "unpacked or as .gz", arrays, fetch if download else None)
