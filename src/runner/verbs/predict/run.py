@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -308,11 +307,11 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
 
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:
     """A loader of image files, and those that cannot be read."""
-    config, data, unreadable = resolved.config, resolved.data_facts(), BadSamples()
+    config, data = resolved.config, resolved.data_facts()
     if config.data.images is not None:
         return samples_loader(config, device, paths)
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
-    loader = files_loader(
+    return files_loader(
         paths,
         config.data,
         transforms=callables("transform.sample_eval", config.transform.sample_eval),
@@ -320,9 +319,7 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: tor
         prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
         device=device,
         batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
-        on_unreadable=unreadable.noting("input", SimpleNamespace(path=paths.__getitem__), len(paths)),
     )
-    return loader, unreadable
 
 
 def files_in(words: Sequence[str]) -> list[Path]:
