@@ -11,11 +11,11 @@ import torch
 from drawn_objects import read_coco
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_reader import read_image
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from small_loaders import joined, read, same, small_loader
 
-from image_reader import read_image
 from runner.base.errors import UserError
 from runner.data.loaders import Batch
 from runner.data.sample_rng import seed_generators

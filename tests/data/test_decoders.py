@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from extras import needs
+from image_reader import read_image
 from PIL import Image
 from small_loaders import CPU, Listed, joined, read, same, small_loader
 from tar_files import write_tar
 
-from image_reader import read_image
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import ReplacementSampler
 from runner.data.cache import Cache, recipe_of

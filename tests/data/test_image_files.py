@@ -13,11 +13,11 @@ import torch
 from extras import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_reader import read_image
 from PIL import Image, ImageOps
 from plain_data import noise_image
 from small_loaders import CPU
 
-from image_reader import read_image
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.data.sources import image_io

@@ -188,9 +188,11 @@ class BadSamples:
         reasons = self.reasons(split)
         if len(reasons) > math.ceil(self._share * samples):
             shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
-            problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read, more than {self._share:g}"
+            problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read"
             allowed = "repair the samples and start a new run, or set a larger share"
-            raise UserError("data.max_skipped", f"{problem} of them; among them {shown}", allowed)
+            raise UserError(
+                "data.max_skipped", f"{problem}, more than {self._share:g} of them; among them {shown}", allowed
+            )
 
     def open(self, warn: Callable[[str], None]) -> None:
         """Set the callback for warnings; a sample that was found before is reported now."""

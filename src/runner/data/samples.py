@@ -24,6 +24,7 @@ SampleTransform = Callable[..., Any]
 
 SHARED_MEMORY = "</torch_"
 """How torch names its shared memory in an error."""
+_NONE = AllSamples(0)
 _SKIP = "data.on_error=skip, which reads other samples instead"
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
@@ -49,7 +50,7 @@ class SeededDataset(Dataset[Any]):
     _: KW_ONLY
     pairs: bool = True
     collate: Callable[[list[Any]], Any] | None = None  # `pair_batch`
-    others: Indices = AllSamples(0)
+    others: Indices = _NONE
     others_until: float = math.inf  # the first epoch without transforms that take others
     encoded: Any = None  # the data set with `Encoded` images, of which batches are made, and which `on_device` decodes
 
