@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from extras import needs, optional
+from image_reader import read_image
 from PIL import Image
 from read_splits import read_words
 
 import runner
 from runner.base.errors import UserError
 from runner.data.sources.digits import digits
-from runner.data.sources.image_io import read_image
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 tifffile = optional("tifffile")

@@ -171,14 +171,13 @@ def files_loader(
     files, unreadable = ImageFiles(paths, data, transforms, shape), BadSamples()
     everything, blank = AllSamples(len(paths)), files.blank()
     ahead = data.prefetch * batch_size * blank.nbytes
-    workers = choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers
     loader = WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
         device,
         replace(data, persistent_workers=False),
-        workers=workers,
-        on_skipped=unreadable.noting("input", files, len(paths)),
+        workers=choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers,
+        on_skipped=functools.partial(unreadable.note, "input", files, len(paths)),
     )
     return loader, unreadable
 
