@@ -211,6 +211,8 @@ def start_from(
         problem = f"the tensors of {given.path} are not those of this {name}{told}: {list_problems(lacks)}"
         remedies = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         remedy = remedies.get(policy, "") if name == "model" else ""
+        if any(".lora_A." in each for each in tensors):
+            remedy = f"export format=safetensors ckpt_path={given.path}, which merges its adapters; {remedy}"
         raise UserError("init_from", problem, f"{remedy}weights of this {name}")
     for name, tensor in fitting.items():
         # Integers instead of floats would be converted silently, and are never what was meant. In a state dict converted to half

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -179,10 +180,13 @@ def _refuse_keys(config: Predict, keys: Sequence[str], what: str) -> None:
 def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
     predicted, unreadable = record["predicted"], record["unreadable"]
     if first and not report.as_json:
+
+        def text(value: Any) -> str:  # nested values are JSON in CSV; a path is shown whole
+            shown = number(value) if isinstance(value, float) else str(value)
+            return shorten(shown, 40, placeholder=" ...") if shown.startswith(("[", "{")) else shown
+
         columns = [name for name, value in first[0].items() if not isinstance(value, list | dict)]
-        rows = [
-            [number(row[name]) if isinstance(row[name], float) else str(row[name]) for name in columns] for row in first
-        ]
+        rows = [[text(row[name]) for name in columns] for row in first]
         more = f", the first {len(rows)}" if predicted > len(rows) else ""
         report.table(f"{predicted:,} predicted{more}", columns, rows)
     if unreadable:
@@ -211,7 +215,8 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: to
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
         options = {"threshold": config.threshold} if config.format == "masks" and config.threshold else {}
-        predictor = Predictor(made := Predictions(config, task, modules, config.pictures, (), **options), made)
+        made = Predictions(config, task, modules, config.pictures, resolved.classes, **options)
+        predictor = Predictor(made, made)
         if config.format != "table":
             files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
             transforms = callables("transform.sample_eval", config.transform.sample_eval)
