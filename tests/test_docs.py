@@ -19,6 +19,8 @@ import runs_that_ended_early
 import yaml
 from docs_pages import DOCS, FENCE, PAGES, REPOSITORY, TUTORIAL, commands, rendered
 
+import runner
+from runner.base import errors
 from runner.base.errors import Problem
 from runner.cli import main
 from runner.config import app, keys, load, overrides
@@ -359,3 +361,26 @@ def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     names = [page.relative_to(DOCS).as_posix() for page in PAGES]
     assert not [name for name in names if name != "index.md" and f"({name})" not in index]
+
+
+def test_what_the_page_calls_stable_is_what_there_is(workplaces: dict[str, Path]) -> None:
+    page = DOCS / "project" / "stability.md"
+    text, found = page.read_text(encoding="utf-8"), {head[0]: rows for _, head, rows in tables(page)}
+
+    def named(start: str, end: str) -> list[str]:
+        """The words in backticks of a part of the page."""
+        return re.findall(r"`([^`]*)`", text.partition(start)[2].partition(end)[0])
+
+    known = {name: value for name, value in vars(errors).items() if name.isupper() and name[0] != "_"}
+    codes = {value for value in known.values() if isinstance(value, int)}
+    assert {int(status) for status, _ in found["status"]} == codes
+    assert named("the verbs ", "and the") == sorted(table.VERBS)
+    assert named("`from runner import` ", ", with") == sorted(runner.__all__)
+    run = next(path.parent for path in workplaces["docs"].glob("outputs/digits/*/checkpoints") if any(path.iterdir()))
+    stable = {name.strip("`"): fields for name, fields in found["file"]}
+    written = {path.name + "/" * path.is_dir() for path in run.iterdir()}
+    assert set(stable) <= written <= {*stable, *named("- Other files", "\n- ")}
+    environment = json.loads((run / "environment.json").read_text())
+    assert set(re.findall(r"`(\w+)`", stable["environment.json"])) <= set(environment)
+    documented = (DOCS / "reference" / "run.md").read_text().partition("### `summary.json`")[2].partition("###")[0]
+    assert set(json.loads((run / "summary.json").read_text())) <= set(re.findall(r"`(\w+)`", documented))

@@ -1,11 +1,13 @@
 """Runs that an earlier version wrote and that were killed: they are continued and used, and removed settings are ignored.
 
-`tests/fixtures/8baf830f` was written at the commit that it is named after, see CONTRIBUTING.md.
+`tests/fixtures/8baf830f` was written at the commit that it is named after, the other folders by
+`tests/support/write_old_runs.py` at the releases that they are named after, see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
 
 import json
+import pkgutil
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from write_old_runs import RATES, public_names
 
 from runner.checkpoint import file
 from runner.config import keys
@@ -24,16 +27,19 @@ from runner.sweeps.ledger import Ledger
 from runner.sweeps.plan import identity
 from runner.tracking.environment import environment
 
-FOLDER = Path(__file__).parent / "fixtures" / "8baf830f"
-EXPECTED = json.loads((FOLDER / "expected.json").read_text())
-RATES = ("0.01", "0.02", "0.03")
+FIXTURES = Path(__file__).parent / "fixtures"
+OLDEST = "8baf830f"
+EXPECTED = {path.parent.name: json.loads(path.read_text()) for path in sorted(FIXTURES.glob("*/expected.json"))}
+RELEASES = [version for version in EXPECTED if version != OLDEST]
+RUNS = [(version, name) for version in EXPECTED for name in EXPECTED[version]["weights_sha256"] if "/" not in name]
 INSTEAD = "use new.key"
 
 
 @pytest.fixture(autouse=True)
-def old(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fixture in the folder of the test, and keys and values that are gone."""
-    shutil.copytree(FOLDER, workdir, dirs_exist_ok=True)
+def old(request: pytest.FixtureRequest, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The version whose files are in the folder of the test, and keys and values that are gone."""
+    version: str = getattr(request, "param", OLDEST)
+    shutil.copytree(FIXTURES / version, workdir, dirs_exist_ok=True)
     monkeypatch.setenv("RUNNER_TRUST", "old_parts")
     monkeypatch.syspath_prepend(workdir)
     monkeypatch.setitem(GONE, "old.key", Gone(INSTEAD))
@@ -42,6 +48,7 @@ def old(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GONE, "accumulate", Gone(INSTEAD, values={"fewer": 1, float: ...}))
     monkeypatch.setitem(GONE, "optimizer", Gone(INSTEAD, values={"ancient": "adamw"}))
     monkeypatch.setitem(GONE, "position.old", Gone(""))
+    return version
 
 
 AGED = {"old": {"key": 3, "usual": 1}, "older": {"one": False, "two": False}}
@@ -71,41 +78,45 @@ def words_of(folder: Path) -> list[str]:
     return yaml.safe_load((folder / "overrides.yaml").read_text())
 
 
-def assert_expected(directory: Path, name: str) -> None:
+def assert_expected(directory: Path, name: str, version: str = OLDEST) -> None:
     """Compare a run with the uninterrupted one of the earlier version: exactly on the same kind of machine."""
     saved = load_file(directory / "checkpoints" / "last.safetensors")
-    tensors = load_file(FOLDER / f"{name.split('/')[0]}.safetensors")
+    tensors = load_file(FIXTURES / version / f"{name.split('/')[0]}.safetensors")
     compared = [key for key in tensors if key.startswith(f"{name}:")]
     assert compared
     for key in compared:
         torch.testing.assert_close(saved[key.partition(":")[2]], tensors[key], rtol=0, atol=1e-5)
     build, cpu = environment()["torch"], environment()["cpu"]["model"]
     machine = {"torch": build["version"], "capability": build["cpu_capability"], "cpu": cpu}
-    exact = machine == EXPECTED["machine"]
-    print(f"{name}: compared {'bit by bit' if exact else 'within 1e-5, as torch or the CPU is another one'}")
+    exact = machine == EXPECTED[version]["machine"]
+    print(f"{version}/{name}: compared {'bit by bit' if exact else 'within 1e-5, as torch or the CPU is another one'}")
     if exact:
         summary = json.loads((directory / "summary.json").read_text())
-        assert summary["weights_sha256"] == EXPECTED["weights_sha256"][name]
+        assert summary["weights_sha256"] == EXPECTED[version]["weights_sha256"][name]
 
 
-@pytest.mark.parametrize("name", ["plain", "averaged", "several", "shards", "segmentation"])
-def test_a_killed_run_is_resumed_evaluated_predicted_and_reported(accepted: Callable[..., Any], name: str) -> None:
+@pytest.mark.parametrize(("old", "name"), RUNS, indirect=["old"])
+def test_a_killed_run_is_resumed_evaluated_predicted_and_reported(
+    accepted: Callable[..., Any], old: str, name: str
+) -> None:
     best = json.loads((Path(name) / "summary.json").read_text())["best"]
     found = json.loads(accepted("eval", f"ckpt_path={name}", "split=val", "json=true").out)["metrics"]
     assert found[best["metric"].rpartition("/")[2].removeprefix("ema_")] == pytest.approx(best["value"], abs=1e-5)
     assert accepted("predict", f"ckpt_path={name}", "input=val", "output=rows.csv").status == 0
     assert len(Path("rows.csv").read_text().splitlines()) > 1
     result = accepted("train", f"ckpt_path={name}")
-    assert_expected(result.directory, name)
+    assert_expected(result.directory, name, old)
     assert len(warned(result.err + result.out)) <= 1
     accepted("report", name, str(result.directory), "json=report.json")
     rows = json.loads(Path("report.json").read_text())["runs"]
     assert [row["status"] for row in rows] == ["died", "finished"]
 
 
-@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("old", "older"), [(OLDEST, True), *((version, False) for version in EXPECTED)], indirect=["old"]
+)
 def test_a_sweep_half_done_is_continued_by_its_command(
-    accepted: Callable[..., Any], compose: Callable[..., Any], older: bool
+    accepted: Callable[..., Any], compose: Callable[..., Any], old: str, older: bool
 ) -> None:
     words = words_of(Path("sweep/0"))
     base = [word for word in words if not word.startswith("optimizer.lr=")]
@@ -127,7 +138,7 @@ def test_a_sweep_half_done_is_continued_by_its_command(
     started = [json.loads(line)["folder"] for line in ledger.read_text().splitlines() if '"started"' in line]
     assert started == ["0", "1", "1", "2"]
     for job in range(3):
-        assert_expected(Path("sweep", str(job)), f"sweep/{job}")
+        assert_expected(Path("sweep", str(job)), f"sweep/{job}", old)
     assert accepted("sweep", "sweep").out.count("finished") >= 3
     assert "3 of 3 jobs have finished already" in accepted(*command).out
 
@@ -255,3 +266,15 @@ def test_no_key_that_is_gone_exists() -> None:
     for key, entry in {**GONE}.items():
         found = {verb: keys.find(schema, key.removesuffix(".*")) for verb, schema in VERBS.items()}
         assert entry.values is not None or set(found.values()) <= {None, Any}, key
+
+
+@pytest.mark.parametrize("version", RELEASES)
+def test_no_public_name_of_a_release_is_missing(version: str) -> None:
+    before, now = json.loads((FIXTURES / version / "names.json").read_text()), public_names()
+    for kind in ("verbs", "python", "options"):
+        assert set(before[kind]) <= set(now[kind])
+    gone = {key.removesuffix(".*") for key, entry in GONE.items() if entry.values is None}
+    for verb, of_verb in before["keys"].items():
+        assert set(of_verb) <= gone | set(now["keys"][verb])
+    for target in before["targets"]:
+        assert callable(pkgutil.resolve_name(target))

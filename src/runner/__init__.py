@@ -16,7 +16,7 @@ else:
     ModuleType = type(sys)
 
 began: float | None = None  # seconds since 1970 at the start of the command; None in other programs
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 __all__ = ["compose", "evaluate", "gather", "load", "report", "runs", "train"]
 
 

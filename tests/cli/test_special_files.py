@@ -12,10 +12,10 @@ import forked
 import numpy as np
 import pytest
 from extended import some
+from image_reader import read_image
 from PIL import Image
 
 from runner.base.errors import UserError
-from runner.data.sources.image_io import read_image
 
 
 def call(*words: str) -> subprocess.CompletedProcess[str]:

@@ -316,6 +316,7 @@ def test_show_says_what_a_path_stands_for_and_copy_refuses_it(workdir, capsys, r
     )
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_continues_to_the_bits_of_a_whole_one(train, stopped, bomb, workdir, monkeypatch):
     drawn_masks.draw(workdir / "scenes", train=12, val=4)
     words = ("data=scenes", *QUICK, "epochs=2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import drawn_objects
 import pytest
@@ -13,6 +14,7 @@ from extras import needs
 from s3_server import Store, s3_store, upload
 from tar_files import cls, samples, write_tar
 
+from runner.base.signals import heard
 from runner.data.sources import remote
 
 
@@ -65,11 +67,17 @@ def put(root: str, folder: Path, tmp_path: Path, request: pytest.FixtureRequest)
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """The signals SIGTERM that a handler of the test received."""
+    """The signals SIGTERM that a handler of the test received, and noted as that of a run does."""
     received: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+
+    def note(number: int, frame: Any) -> None:
+        received.append(number)
+        heard.append("SIGTERM")
+
+    before = signal.signal(signal.SIGTERM, note)
     yield received
     signal.signal(signal.SIGTERM, before)
+    heard.clear()
 
 
 @pytest.fixture

@@ -198,12 +198,12 @@ NAMED.path = "folder/{}.png".format
 def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
     skipped, said = BadSamples(), list[str]()
     assert (skipped.summary(), len(skipped)) == ("", 0)
-    note: Callable[[list[BadSample]], None] = skipped.noting("train", NAMED, 100)
+    note: Callable[[list[BadSample]], None] = functools.partial(skipped.note, "train", NAMED, 100)
     note([BadSample(3, "early")])  # as a cache does, before there is a console
     skipped.open(said.append)
     note([BadSample(3, "early"), BadSample(9, "later")])
     note([BadSample(9, "later")])
-    skipped.noting("val", object(), 100)([BadSample(9, "elsewhere")])
+    skipped.note("val", object(), 100, [BadSample(9, "elsewhere")])
     assert said == ["sample 3 of train cannot be read and is replaced by another: folder/3.png: early"]
     assert skipped.reasons("train") == {3: "folder/3.png: early", 9: "folder/9.png: later"}
     assert skipped.summary() == "samples could not be read and were replaced by others: 2 of train, 1 of val"
@@ -212,9 +212,9 @@ def test_a_sample_is_counted_once_and_only_the_first_is_reported() -> None:
 @pytest.mark.parametrize(("share", "samples", "allowed"), [(0.1, 40, 4), (0.1, 4, 1), (0.0, 40, 0), (1.0, 40, 40)])
 def test_more_than_a_share_of_a_split_is_refused(share: float, samples: int, allowed: int) -> None:
     skipped = BadSamples(share)
-    note = skipped.noting("train", NAMED, samples)
+    note = functools.partial(skipped.note, "train", NAMED, samples)
     note([BadSample(sample, "bad") for sample in range(allowed)])
-    skipped.noting("val", object(), 9)([BadSample(0, "bad")] if share else [])
+    skipped.note("val", object(), 9, [BadSample(0, "bad")] if share else [])
     if allowed < samples:
         words = rf"max_skipped: {allowed + 1} of the {samples} samples of 'train'.*\.png: bad"
         with pytest.raises(UserError, match=words):

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 from extras import needs, optional
+from image_reader import read_image
 from PIL import Image
 from read_splits import read_words
 
 import runner
 from runner.base.errors import UserError
 from runner.data.sources.digits import digits
-from runner.data.sources.image_io import read_image
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 tifffile = optional("tifffile")
@@ -162,6 +162,33 @@ def test_other_tiffs_are_refused_with_their_name(tmp_path: Path, options: dict[s
     tifffile.imwrite(tmp_path / "other.tif", **options)
     with pytest.raises(UserError, match=f"other.tif: .*{reason}"):
         read_image(tmp_path / "other.tif", None, "auto", max_pixels=8000)
+
+
+def test_a_damaged_png_of_16_bit_colours_is_refused_and_does_not_end_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "damaged.png"
+    png16(path, picture(3, 3, np.uint16))
+    whole = path.read_bytes()
+    middle, adler = len(whole) // 2, len(whole) - 17  # which precedes a checksum and the last chunk
+    for at in (middle, adler):
+        broken = whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :]
+        path.write_bytes(broken)
+        with pytest.raises(UserError, match=r"damaged.png"):
+            read_image(path, None, "auto")
+        start = 33 + 8  # of the content of the chunk of pixels, after the header
+        path.write_bytes(broken[:-16] + struct.pack(">I", zlib.crc32(broken[start - 4 : -16])) + broken[-12:])
+        with pytest.raises(UserError, match=r"damaged.png"):
+            read_image(path, None, "auto")
+    for end in (40, middle, len(whole) - 13):
+        path.write_bytes(whole[:end])
+        with pytest.raises(UserError, match=r"damaged.png"):
+            read_image(path, None, "auto")
+
+
+@needs("tiff")
+def test_a_tiff_without_a_known_kind_of_pixels_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.tif").write_bytes(b"II*\0\x08" + bytes(9))
+    with pytest.raises(UserError, match=r"empty.tif: its pixels are 0 of None"):
+        read_image(tmp_path / "empty.tif", None, "auto")
 
 
 def test_palettes_and_modes_of_pillow_become_channels_of_8_bits(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from drawn_objects import read_coco
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_reader import read_image
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from small_loaders import joined, read, same, small_loader
@@ -21,7 +22,7 @@ from runner.data.sample_rng import seed_generators
 from runner.data.samples import SeededDataset
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
-from runner.data.sources.image_io import Decoding, read_image
+from runner.data.sources.image_io import Decoding
 from runner.data.transforms.crops import RandomResizedCrop
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from extras import needs
+from image_reader import read_image
 from PIL import Image
 from small_loaders import CPU, Listed, joined, read, same, small_loader
 from tar_files import write_tar
@@ -26,7 +27,7 @@ from runner.data.sampler import AllSamples
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.hugging_face import EncodedImages
-from runner.data.sources.image_io import Decoding, decoded, encoded_image, middle_square, read_image, resized
+from runner.data.sources.image_io import Decoding, decoded, encoded_image, middle_square, resized
 from runner.data.transforms.crops import RandomResizedCrop
 
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
@@ -100,7 +101,7 @@ def test_what_a_device_decodes_looks_like_what_the_host_does(form: dict[str, Any
         return
     assert found is not None
     (image,) = decoded([found], CPU)
-    # A part of the whole image: `read_image` decodes large ones at a fraction of their size
+    # A part of the whole image: `Decoding.read` decodes large ones at a fraction of their size
     whole = read_image("a.jpg", None, content=content, decode="pillow").float()
     expected = whole if size is None else resized(whole, corner(*whole.shape[1:]), size)
     assert image is not None

@@ -13,17 +13,17 @@ import torch
 from extras import needs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_reader import read_image
 from PIL import Image, ImageOps
 from plain_data import noise_image
 from small_loaders import CPU
 
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
-from runner.data.bad_samples import BadSample
 from runner.data.sources import image_io
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_files import files_loader
-from runner.data.sources.image_io import Decoding, read_image
+from runner.data.sources.image_io import Decoding
 from runner.data.transforms.augment import Pipeline
 from runner.data.transforms.crops import RandomResizedCrop
 
@@ -233,12 +233,11 @@ def saved(folder: Path, *sizes: tuple[int, int]) -> list[Path]:
 def read(
     paths: Sequence[Path], shape: tuple[int, int, int], dataset: dict[str, Any], transforms: Sequence[Any] = ()
 ) -> tuple[torch.Tensor, dict[int, str]]:
-    found: list[BadSample] = []
     data = Data(dataset=dataset, num_workers=0, image_size=dataset.get("image_size"))
-    how: Any = {"device": CPU, "batch_size": 2, "on_unreadable": found.extend}
-    loader = files_loader(paths, data, transforms, shape, prepare=Pipeline([], [0.0], [1.0], 0, CPU), **how)
+    how: Any = {"device": CPU, "batch_size": 2}
+    loader, unreadable = files_loader(paths, data, transforms, shape, prepare=Pipeline([], [0.0], [1.0], 0, CPU), **how)
     batches = list(loader.batches(0, 0, len(paths)))
-    return torch.cat([batch.images for batch in batches]) * 255, dict(found)
+    return torch.cat([batch.images for batch in batches]) * 255, unreadable.reasons("input")
 
 
 def test_a_folders_own_reading_is_that_of_its_files(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_splits_are_disjoint_exhaustive_exact_and_stratified(counts, fractions, 
     targets = targets[torch.tensor(data.draw(st.permutations(range(len(targets)))))] * 7 - 3
     n = len(targets)
     assume(_leaves_some(fractions, n))
-    splits = split_indices(targets, n, fractions, seed, stratified)
+    splits = split_indices(targets if stratified else None, n, fractions, seed)
     assert set(splits) == {"train", *fractions}
     assert torch.equal(torch.cat(list(splits.values())).sort().values, torch.arange(n))
     for name, indices in splits.items():
@@ -65,7 +65,7 @@ def test_tiny_classes_contested_by_both_splits_still_work(counts, val, test):
     targets = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     fractions, n = {"val": val, "test": test}, len(targets)
     assume(_leaves_some(fractions, n))
-    splits = split_indices(targets, n, fractions, 0, stratified=True)
+    splits = split_indices(targets, n, fractions, 0)
     assert [len(splits["val"]), len(splits["test"])] == [round(val * n), round(test * n)]
     for name, share in fractions.items():
         held = torch.bincount(targets[splits[name]], minlength=len(counts))
@@ -77,25 +77,25 @@ def test_the_split_is_a_function_of_its_arguments_alone():
     with torch.random.fork_rng():
         torch.manual_seed(1)
         before = torch.get_rng_state()
-        first = split_indices(targets, 200, {"val": 0.2, "test": 0.1}, 5, True)
+        first = split_indices(targets, 200, {"val": 0.2, "test": 0.1}, 5)
         assert torch.equal(before, torch.get_rng_state())
         torch.manual_seed(2)
-        second = split_indices(targets, 200, {"test": 0.1, "val": 0.2}, 5, True)
+        second = split_indices(targets, 200, {"test": 0.1, "val": 0.2}, 5)
     for name in first:
         assert torch.equal(first[name], second[name])
-    assert not torch.equal(first["val"], split_indices(targets, 200, {"val": 0.2, "test": 0.1}, 6, True)["val"])
+    assert not torch.equal(first["val"], split_indices(targets, 200, {"val": 0.2, "test": 0.1}, 6)["val"])
 
 
 @pytest.mark.parametrize("stratified", [False, True])
 def test_asking_for_a_test_split_leaves_the_validation_split_as_it_was(stratified):
-    targets = torch.arange(1000) % 10
-    alone = split_indices(targets, 1000, {"val": 0.15}, 3, stratified)["val"]
-    assert torch.equal(alone, split_indices(targets, 1000, {"val": 0.15, "test": 0.3}, 3, stratified)["val"])
+    targets = torch.arange(1000) % 10 if stratified else None
+    alone = split_indices(targets, 1000, {"val": 0.15}, 3)["val"]
+    assert torch.equal(alone, split_indices(targets, 1000, {"val": 0.15, "test": 0.3}, 3)["val"])
 
 
 def test_float_targets_are_split_at_random():
-    floats = split_indices(torch.rand(50, generator=torch.Generator()), 50, {"val": 0.2}, 4, True)
-    assert torch.equal(floats["val"], split_indices(None, 50, {"val": 0.2}, 4, False)["val"])
+    floats = split_indices(torch.rand(50, generator=torch.Generator()), 50, {"val": 0.2}, 4)
+    assert torch.equal(floats["val"], split_indices(None, 50, {"val": 0.2}, 4)["val"])
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_float_targets_are_split_at_random():
 )
 def test_fractions_that_cannot_be_are_an_error_with_the_key(fractions, n, message):
     with pytest.raises(UserError, match=message):
-        split_indices(None, n, fractions, 0, False)
+        split_indices(None, n, fractions, 0)
 
 
 def test_missing_splits_are_carved_from_train():

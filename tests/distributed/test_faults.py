@@ -40,7 +40,7 @@ def test_a_rank_with_other_data_is_named(here: Path, run: Any, pool: RankPool) -
     assert result.err.count("error: ") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 def test_ranks_replace_the_same_samples_as_one_process_and_count_them_once(
     here: Path, train: Any, run: Any, pool: RankPool
 ) -> None:

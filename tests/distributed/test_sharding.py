@@ -100,11 +100,12 @@ def test_a_rank_holds_its_part_of_weights_and_optimizer_state(runs: Any, tmp_pat
             ((*VIT, *PARTS), (*TWO, "fsdp.blocks=[blocks.1]", "fsdp.reshard_after_forward=false")),
             (WINDOW, ("devices=4", "strategy=fsdp", "fsdp.replicas=2")),
             (NORMS, ("devices=3", "strategy=fsdp")),
+            ((*VIT, "freeze=[blocks.0]", "ema=0.9"), TWO),
         ],
         2,
         several=True,
     ),
-    ids=["frozen, recomputed and gathered apart", "replicas", "sync_batchnorm"],
+    ids=["frozen, recomputed and gathered apart", "replicas", "sync_batchnorm", "a part is never trained nor averaged"],
 )
 def test_divided_weights_train_as_whole_ones(runs: Any, words: tuple[str, ...], ranks: tuple[str, ...]) -> None:
     assert_same(runs(*words, *ranks), runs(*words))

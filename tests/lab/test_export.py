@@ -29,6 +29,44 @@ CALL = ("export", "threads=1")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
 NEEDED = PACKAGES["export"]
 with_packages = needs("export")
+NAMED = '''
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+DIGITS = load_digits()
+
+
+class Digits(torch.utils.data.Dataset):
+    """A class and its image of bytes (1, 8, 8)."""
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        pixels = torch.from_numpy(DIGITS.images[index] * 15).to(torch.uint8)[None]
+        return {"label": int(DIGITS.target[index]), "pixels": pixels}
+
+
+def net():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
+class Classify:
+    def training_step(self, modules, batch):
+        return F.cross_entropy(modules["model"](batch["pixels"]), batch["label"])
+
+    def evaluation_step(self, modules, batch):
+        logits = modules["model"](batch["pixels"])
+        right = (logits.argmax(1) == batch["label"]).float().mean()
+        return {"loss": F.cross_entropy(logits, batch["label"]), "right": right}
+'''
+MAPPINGS = (
+    "data=own", "data.dataset._target_=named.Digits", "data.images=[pixels]", "data.normalize.mean=[0.3]",
+    "data.normalize.std=[0.4]", "transform=none", "loss=none", "~model.width", "~model.dropout", "model._target_=named.net",
+    "task={_target_: named.Classify}", "epochs=5", "optimizer.lr=0.01",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -144,6 +182,21 @@ def test_files_of_a_segmenter_are_evaluated_as_its_task_does(
     assert metrics["model"] == pytest.approx(evaluated, abs=1e-4)
     assert metrics["onnx"] == metrics["torch_export"] == pytest.approx(evaluated, abs=1e-3)
     assert metrics["onnx_int8"]["miou"] == pytest.approx(evaluated["miou"], abs=0.05)
+
+
+@pytest.mark.extended
+@with_packages
+@pytest.mark.parametrize("words", [(), ("include_preprocessing=true",)], ids=["normalised", "bytes"])
+def test_8_bits_are_calibrated_on_the_images_of_mappings(
+    train_once: Any, json_of: Any, own_module: Callable[..., Path], words: tuple[str, ...]
+) -> None:
+    own_module("named", NAMED)
+    path = f"ckpt_path={train_once(*MAPPINGS).directory}"
+    evaluated = json_of("eval", "threads=1", path, "split=val")["metrics"]
+    assert evaluated["right"] > 0.7
+    metrics = json_of(*CALL, path, "format=onnx", "quantize=int8", *words)["metrics"]
+    for name, tolerance in (("model", 1e-5), ("onnx", 1e-5), ("onnx_int8", 0.05)):
+        assert metrics[name] == pytest.approx(evaluated, abs=tolerance)
 
 
 @with_packages

@@ -45,6 +45,7 @@ def test_a_model_gives_losses_and_objects(name: str, options: dict[str, Any], si
     with torch.inference_mode():  # first: what transformers caches here is used in training
         found = model(images)
     for each, image in zip(found, images, strict=True):
+        assert not each["boxes"].requires_grad
         assert each["labels"].min() >= 1
         assert each["labels"].max() <= 3
         largest = each["boxes"].amax(0)

@@ -29,7 +29,7 @@ def vit(depth: int = 2) -> ViT:
 
 def built(compose: Callable[..., Any], model: nn.Module, *words: str) -> torch.optim.Optimizer:
     composition = compose(*words)
-    return build_optimizer(resolve_config(composition, Train), model)[0]
+    return build_optimizer(resolve_config(composition, Train), model, nn.Module())[0]
 
 
 def settings(model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def test_a_killed_run_ends_with_the_same_bits(call: Any, killed: Any, accepted: 
     assert any(not torch.equal(average[name], whole.last["model"][name]) for name in average if ".lora_" in name)
 
 
-def test_a_run_starts_from_the_weights_of_a_base_run(call: Any) -> None:
+def test_a_run_starts_from_the_weights_of_a_base_run(call: Any, rejected: Any) -> None:
     base = call(adapters="none")
     tuned = call(init_from=str(base.directory), seed=1)
     assert "0 skipped" not in tuned.out
@@ -103,6 +103,9 @@ def test_a_run_starts_from_the_weights_of_a_base_run(call: Any) -> None:
     for name in ("blocks.0.attention.qkv.weight", "blocks.1.mlp.0.weight", "positions"):
         layer = name.replace("qkv.", "qkv.base_layer.")
         assert torch.equal(model[layer], next(value for key, value in kept.items() if key.endswith(name)))
+    for words in ((), ("adapters=lora",)):
+        refused = rejected("train", *SMALL, *words, f"init_from={tuned.directory}")
+        assert f"export format=safetensors ckpt_path={tuned.directory}/checkpoints/best.safetensors" in refused.err
 
 
 def test_eval_predict_load_and_export_use_the_adapters(call: Any, json_of: Any, accepted: Any, tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_another_rank_is_refused_when_resuming(call: Any, rejected: Any) -> None
     [
         (["adapters.modules=[*.kqv]"], "adapters.modules", "blocks.0.attention.qkv"),
         (["adapters.modules=[*.norm1]"], "adapters.modules", "Linear or Conv2d"),
-        (["adapters.modules=[]"], "adapters", "peft"),
+        (["adapters.modules=[]"], "adapters.modules", "names no layer"),
         (["adapters.rank=0"], "adapters.rank", "0"),
         (["adapters.trained=[haed]"], "adapters.trained", "head"),
         (["adapters=none", "adapters.alpha=2"], "adapters", "adapters.rank"),

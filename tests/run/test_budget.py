@@ -96,6 +96,9 @@ def test_evaluations_a_test_and_a_start_leave_less_for_steps(train: Any, costs: 
     assert stored(train(*RUN))[2] == 24  # each epoch of 6 steps takes 18 seconds of 84
     assert stored(train(*RUN, "evaluate.every_epochs=null", "ema=null"))[2] == 84
     assert stored(train(*RUN, "evaluate.every_epochs=null", "evaluate.every_steps=30"))[2] == 60
+    # The end of an epoch is one evaluation, even if it is one by the number of steps, too
+    costs(evaluation=10.0)
+    assert stored(train(*RUN, "evaluate.every_steps=3"))[2] == 21
 
 
 def test_a_killed_run_has_the_bits_of_an_undisturbed_one(train: Any, killed: Any, costs: Any) -> None:

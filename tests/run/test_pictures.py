@@ -138,6 +138,42 @@ def test_masks_are_drawn_over_the_image_with_a_legend_and_leave_the_background(
     assert all(count(picture[: GAP + 2 * LINE + GAP], colour(number)) > 100 for number in (1, 2)), "the legend"
 
 
+@pytest.mark.parametrize(
+    ("classes", "drawn"),
+    [
+        ((), False),
+        (("background", "disc"), False),
+        (("__Background__", "disc"), False),
+        (("0", "1"), False),
+        (("road", "car"), True),
+    ],
+    ids=str,
+)
+def test_class_0_is_drawn_unless_it_is_the_background(classes: tuple[str, ...], drawn: bool) -> None:
+    task, sample = Segmentation(2), (torch.zeros(1, 3, 1, 2, dtype=torch.uint8), torch.zeros(1, 1, 2))
+    picture = task.draw(sample, task.shown(torch.tensor([[0, 255]])), classes)
+    assert picture[:, 0, 0].tolist() == [each // 2 * drawn for each in colour(0)]
+    assert picture[:, 0, 1].tolist() == [0, 0, 0]
+    assert list(task.legend(classes).values()) == [colour(number) for number in range(1 - drawn, len(classes))]
+
+
+def test_a_run_and_predict_draw_class_0_of_a_street(
+    train: Callable[..., Any], accepted: Callable[..., Any], shapes: None, workdir: Path
+) -> None:
+    (workdir / "shapes/classes.txt").write_text("road\ndisc\nsquare")
+    directory = train(*SEGMENTATION).directory
+    picture = pixels(directory, "predictions")
+    assert all(count(picture[: GAP + 2 * LINE + GAP], colour(number)) > 100 for number in range(3)), "the legend"
+    words = ("input=val", "output=found.csv", "pictures=true")
+    accepted("predict", f"ckpt_path={directory}", *words)
+    with Image.open(workdir / "shapes/val/images/000.png") as image:
+        given = np.asarray(image).astype(int)
+    mask, shown = (
+        np.asarray(Image.open(next(Path("found_images").glob(f"*0_{each}.png")))) for each in ("mask", "picture")
+    )
+    assert np.abs(shown - (given + np.array([colour(0), colour(1), colour(2)])[mask]) / 2).max() <= 2
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_mask_of_one_class_or_none_is_drawn(number: int) -> None:
     sample = torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, 2, 2)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from runner.config.schema.train import Fsdp
 from runner.data.loaders import BatchPlan, Fields, MemoryLoader
 from runner.data.transforms.augment import Pipeline
 from runner.distributed.batchnorm import set_rows, synchronize
@@ -185,7 +186,7 @@ def evaluated_splits(world: World | None = None) -> list[dict[str, Any]]:
     models = {name: nn.Sequential(nn.Flatten(), nn.Linear(4, 3 if name == "classes" else 1)) for name in tasks}
     if world is not None:
         del tasks["numbers"]
-        shard(models["classes"], [], world, _CPU)
+        shard(models["classes"], [], _CPU, Fsdp())
     metrics = {name: {**task.metrics(_CPU), "fading": Fading()} for name, task in tasks.items()}
     every = []
     for size, batch in itertools.product(SIZES, BATCHES):

@@ -286,6 +286,21 @@ def test_rows_of_pairs_come_from_the_modules_that_the_task_adds(train: Callable[
     assert again["odd"] == int(rows[0]["odd"])
 
 
+def test_long_lists_are_shortened_on_the_screen_alone(
+    train_once: Callable[..., Any], accepted: Any, workdir: Path
+) -> None:
+    directory = train_once(*BOXES, "max_steps=1").directory
+    long = workdir / ("folder" * 9)
+    long.mkdir()
+    Image.new("RGB", (16, 16)).save(long / "one.png")
+    words = ("predict", f"ckpt_path={directory}", "output=rows.csv")
+    shown = accepted(*words, "input=test").out
+    assert "[[1.0, 2.0, 9.0, 8.0]]" in shown
+    assert "9.0, 8.0], [1.0, 2.0, 9.0, 8.0]]" not in shown
+    assert "9.0, 8.0], [1.0, 2.0, 9.0, 8.0]]" in Path("rows.csv").read_text()
+    assert f"{long}/one.png" in accepted(*words, f"input={long}").out
+
+
 def test_a_task_with_rows_alone_trains_as_a_supervised_one(train: Callable[..., Any], predicted: Any) -> None:
     words = (*MASKS, "task._target_=own_predictions.Rows", "loss._target_=own_predictions.Gap")
     assert set(predicted(train(*words).directory, "rows.jsonl", "input=test")[0]) == {"sample", "path", "mean"}

@@ -304,7 +304,8 @@ def test_bench_and_profile_measure_steps_of_a_task(printed: Callable[..., Any], 
     assert min(profiled["shares"].values()) > 0
 
 
-@pytest.mark.parametrize("words", some([VECTORS, BOXES], 0), ids=["vectors", "boxes"])
+@pytest.mark.extended
+@pytest.mark.parametrize("words", [VECTORS, BOXES], ids=["vectors", "boxes"])
 def test_audit_compares_steps_of_a_task(printed: Callable[..., Any], words: tuple[str, ...]) -> None:
     found = printed("audit", *words, "steps=2", "vary={data.num_workers: [0, 1]}")
     assert found["same"], found["difference"]

@@ -37,6 +37,25 @@ class Colours(nn.Module):
         colours = torch.tensor([[0.2, 0.2, 1 / 3], [0.87, 0.27, 0.13], [0.13, 0.8, 0.4]]).view(1, 3, 3, 1, 1)
         return self.weight - 20 * (images[:, None] - colours).square().sum(2)
 '''
+OWN = '''
+import os
+from runner.tasks.segmentation import Segmentation
+
+
+class Both(Segmentation):
+    """Gives the columns that the variable GIVES names."""
+
+    formats = ("coco", "masks")
+
+    def predict_step(self, modules, batch):
+        mask = super().predict_step(modules, batch)["mask"]
+        columns = {"mask": mask, "labels": torch.ones(len(mask), 1).long(), "scores": torch.ones(len(mask), 1)}
+        columns["boxes"] = torch.tensor([[[9.0, 9, 45, 54]]] * len(mask))
+        given = {name: columns[name] for name in os.environ["GIVES"].split() if name in columns}
+        if "long" in os.environ["GIVES"]:
+            given["mask"] = mask.long()
+        return given | {"more": mask[:, 0, 0]}
+'''
 SMALL = ("model=small_cnn", "~model.width", "~model.dropout", "epochs=1", "data.num_workers=0", "scheduler=constant")
 SEGMENTATION = (
     "experiment=segmentation", "data.root=shapes", "data.image_size=108", *SMALL, "model._target_=seen.Colours",
@@ -213,6 +232,31 @@ def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(
     assert torch.equal(part[4:16, 12:24], masks["wide.png"][4:16, 12:24])
     assert int((part != 255).sum()) == 12 * 12
     refused((segmenter, "input=photos", "format=coco"), "format", "table, masks", verb="predict")
+
+
+def test_a_task_gives_what_its_formats_are_made_of_and_no_image_is_changed(
+    workdir: Path, own_module: Any, train: Any, accepted: Any, refused: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn_masks.draw(workdir / "shapes", 2, 2)
+    own_module("seen", COLOURS + OWN)
+    run = f"ckpt_path={train(*SEGMENTATION, 'task._target_=seen.Both').directory}"
+    for kind, gives, needed in (
+        ("coco", "mask", "boxes, labels and scores"),
+        ("coco", "boxes labels", "boxes, labels and scores"),
+        ("masks", "boxes labels scores", "mask, uint8"),
+        ("masks", "long", "mask, uint8"),
+    ):
+        monkeypatch.setenv("GIVES", gives)
+        refused((run, "input=val", f"output={kind}", f"format={kind}"), "task", needed, verb="predict")
+    images = [workdir / f"shapes/val/images/{number:03}.png" for number in range(2)]
+    before = [path.read_bytes() for path in images]
+    monkeypatch.setenv("GIVES", "mask boxes labels scores")
+    resize = "transform.sample_eval=[{_target_: torchvision.transforms.v2.Resize, size: [108, 108]}]"
+    accepted("predict", run, "input=val", "output=made", "format=coco", resize)
+    assert [path.read_bytes() for path in images] == before
+    for index in range(2):
+        boxes = coco("made", "images", "annotations.json")["train"][index][1]["boxes"]
+        assert boxes.tolist() == [pytest.approx([2, 2, 10, 12], abs=1e-4)]
 
 
 def test_the_masks_of_a_split_have_the_names_of_its_images(segmenter: str, workdir: Path, accepted: Any) -> None:

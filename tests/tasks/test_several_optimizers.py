@@ -206,6 +206,7 @@ def test_verbs_that_measure_one_kind_of_update_say_so(refused: Any, accepted: An
         ((*SEVERAL, "optimizer=mixed"), "optimizer.generator", "LBFGS"),
         ((*SEVERAL, "optimizer.generator.rate=1"), "optimizer.generator.rate", "not an argument"),
         ((*SEVERAL, "scheduler=critic"), "scheduler", "scheduler.critic"),
+        ((*COMMON, "~optimizer", "+optimizer@optimizer.two=adam"), "optimizer", "adam@NAME among its defaults"),
         ((*LBFGS, "on_nonfinite=skip"), "on_nonfinite", "LBFGS"),
     ],
 )

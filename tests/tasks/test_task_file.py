@@ -133,6 +133,13 @@ def test_one_file_trains_resumes_to_the_bit_and_predicts(
     assert len((folder / "codes.csv").read_text().splitlines()) == 14
 
 
+def test_the_header_names_a_function_that_the_file_gives_another_name(accepted: Any, folder: Path) -> None:
+    aliases = "def small_net():\n    return torch.nn.Linear(64, 4)\nmodel = small_net\n"
+    (folder / "aliased.py").write_text(f"{FILE}\n{aliases}")
+    shown = accepted("train", "task=aliased.py:Short", *QUICK, "max_steps=1", "evaluate.every_epochs=null").out
+    assert "small_net, 260 parameters" in shown
+
+
 @pytest.mark.parametrize(("words", "expected"), [
     (["task=short.py:Base"], "task=null task._target_=short.Base name=short trust=[short] loss=none model=null "
      "model._target_=short.model data=own data.dataset._target_=short.data transform=none data.images=[]"),

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_reader import read_image
 from PIL import EpsImagePlugin, Image
 
 from runner.base.errors import UserError
 from runner.checkpoint.file import read
 from runner.data.module import DataModule
 from runner.data.sources.image_files import fitted
-from runner.data.sources.image_io import read_image
 from runner.data.sources.synthetic import synthetic
 from runner.models.features import Extractor
 from runner.verbs.predict.run import files_in

@@ -46,11 +46,13 @@ def _collected(saved: dict[str, Any], model: nn.Module, collect: Callable[[Tenso
     first: dict[nn.Parameter, str] = {}
     # Tied weights are one tensor with several names: gathering each name would make copies of it
     tied = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
+    frozen = {name for weight, name in first.items() if not weight.requires_grad}  # their average is what they are
     once: dict[tuple[str, str], Any] = {}
 
     def collect_once(tensor: Tensor, place: str) -> Any:
         container, _, name = place.rpartition("/")
-        key = container, tied.get(name, name)
+        name = tied.get(name, name)
+        key = "/model" if name in frozen and container == "/averaged/weights" else container, name
         if key not in once:
             once[key] = collect(tensor)
         return once[key]

@@ -162,6 +162,9 @@ def _problem(
     if several and (reason := _wrong_sweep(override, options)):
         allowed = "values such as 1,2 or range(3), or sweep=optuna with search.KEY={log: [1e-4, 1e-1]}"
         return Problem(key, reason, ", ".join(options or []) or allowed)
+    if (place := override.package) is not None and override.is_add():
+        allowed = f"'+{place}={{_target_: ..., ...}}', or an option file with {value}@NAME among its defaults"
+        return Problem(key, f"has options that cannot be added at {place} on the command line", allowed)
     # A group takes names of options, everything else takes values
     if options is None or isinstance(value, dict):
         if annotation is None:

@@ -112,6 +112,8 @@ def _of_weights(config: Train) -> Broken:
         yield "unfreeze_at", "has no effect, as freeze names nothing", "freeze=[...], or unfreeze_at=null"
     if config.adapters.rank is None and config.adapters != Adapters():
         yield "adapters", "has settings without effect, as adapters.rank is null", "adapters=lora"
+    elif not config.adapters.modules:
+        yield "adapters.modules", "names no layer", "patterns of layers, such as ['*qkv'], or adapters=none"
     for key, freeze, moment in (("unfreeze_at", "all", config.unfreeze_at), ("freeze", config.freeze, None)):
         try:
             entries(freeze, moment)

@@ -171,30 +171,28 @@ class BadSamples:
         """The unreadable samples of a split so far, each with its file, if it has one, and the reason."""
         return {sample: reason for (name, sample), reason in self._found.items() if name == split}
 
-    def noting(self, split: str, dataset: Any, samples: int) -> Callable[[Sequence[BadSample]], None]:
-        """A function that counts samples of a split, which has `samples`; the data set names their files, see `path_of`.
+    def note(self, split: str, dataset: Any, samples: int, found: Sequence[BadSample]) -> None:
+        """Count samples of a split, which has `samples`; the data set names their files, see `path_of`.
 
-        It raises `UserError` once they are more than the share that is allowed.
+        Raises `UserError` once they are more than the share that is allowed.
         """
-
-        def note(found: Sequence[BadSample]) -> None:
-            for sample, reason in found:
-                # A sample is counted once, however many epochs it fails in
-                if (split, sample) not in self._found:
-                    path = path_of(dataset, sample)
-                    named = reason if path is None or " ".join(path.split()) in reason else f"{path}: {reason}"
-                    self._found[split, sample] = named
-                    if len(self._found) == 1:
-                        self._report()
-            # A few bad samples are normal; too many mean that something else is wrong
-            reasons = self.reasons(split)
-            if len(reasons) > math.ceil(self._share * samples):
-                shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
-                problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read, more than {self._share:g}"
-                allowed = "repair the samples and start a new run, or set a larger share"
-                raise UserError("data.max_skipped", f"{problem} of them; among them {shown}", allowed)
-
-        return note
+        for sample, reason in found:
+            # A sample is counted once, however many epochs it fails in
+            if (split, sample) not in self._found:
+                path = path_of(dataset, sample)
+                named = path is None or " ".join(path.split()) in reason
+                self._found[split, sample] = reason if named else f"{path}: {reason}"
+                if len(self._found) == 1:
+                    self._report()
+        # A few bad samples are normal; too many mean that something else is wrong
+        reasons = self.reasons(split)
+        if len(reasons) > math.ceil(self._share * samples):
+            shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
+            problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read"
+            allowed = "repair the samples and start a new run, or set a larger share"
+            raise UserError(
+                "data.max_skipped", f"{problem}, more than {self._share:g} of them; among them {shown}", allowed
+            )
 
     def open(self, warn: Callable[[str], None]) -> None:
         """Set the callback for warnings; a sample that was found before is reported now."""

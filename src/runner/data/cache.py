@@ -15,7 +15,6 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,10 +29,11 @@ from runner.base.errors import DataFailed, UserError
 from runner.base.files import whole, writing
 from runner.base.reading import LARGEST_TEXT, read_regular
 from runner.base.secrets import mask_values
+from runner.base.signals import heard
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import ReplacementSampler, reason_of
 from runner.data.loaders import BatchPlan
-from runner.data.preparation import exclusive, noticing_signals, progress
+from runner.data.preparation import exclusive, progress
 from runner.data.sampler import AllSamples
 from runner.data.samples import SeededDataset
 from runner.data.sources.arrays import CachedImages
@@ -79,11 +79,8 @@ class Cache:
         # Without workers, the caller may read a cache but not create one
         if found.images is not None or workers is None:
             return found._replace(complaint="")
-        with (
-            noticing_signals() as stopped,
-            writing(path, "data.cache_dir", "a writable folder, or data.cache=null"),
-            exclusive(path, stopped) as locked,
-        ):
+        before = len(heard)
+        with writing(path, "data.cache_dir", "a writable folder, or data.cache=null"), exclusive(path) as locked:
             # Another process may have made it while this one waited for the lock.
             found = self._existing(path, key, dataset)
             if found.images is not None:
@@ -94,12 +91,12 @@ class Cache:
                 for useless in path.parent.glob(pattern):
                     useless.unlink(missing_ok=True)
             began = time.perf_counter()  # after the wait for another process
-            if stopped() or not self._make(key, dataset, split, workers, stopped):
+            if len(heard) > before or not self._make(key, dataset, split, workers, before):
                 return Opened(None)
             return Opened(_read(path, key), f"made in {time.perf_counter() - began:.1f} s", found.complaint)
 
-    def _make(self, key: str, dataset: Dataset[Any], split: str, workers: int, stopped: Callable[[], bool]) -> bool:
-        """Decode all images into files; False, and nothing is left, if a signal asked the run to stop, as after an error."""
+    def _make(self, key: str, dataset: Dataset[Any], split: str, workers: int, before: int) -> bool:
+        """Decode all images into files; False, and nothing is left, if more signals than `before` asked the run to stop."""
         path, targets, missing = self.path(split), list[Tensor](), set[int]()
         name = f"{path.stem}-{secrets.token_hex(4)}"
         arrays = [path.with_name(f"{name}.npy"), path.with_name(f"{name}-targets.npy")]
@@ -127,7 +124,7 @@ class Cache:
                 header = {"descr": example.numpy().dtype.str, "fortran_order": False, "shape": (count, *example.shape)}
                 np.lib.format.write_array_header_1_0(file, header)
                 for number, batch in enumerate(loader.batches(0, 0, count), 1):
-                    if stopped():
+                    if len(heard) > before:
                         return False
                     if batch.images.dtype != example.dtype or batch.images.shape[1:] != example.shape:
                         problem = f"'disk' keeps uint8 images of one size, and this data set gives {_kind(example)}"

@@ -6,6 +6,7 @@ run has the same bits either way, and resuming starts at a slice.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -95,13 +96,11 @@ class Fields:
         if isinstance(data, Tensor):
             problem = f"names {', '.join(self._names)}, and a batch is one tensor, which has no fields"
             raise UserError("data.images", problem, "[], or samples that are tuples or dicts")
-        try:
+        with contextlib.suppress(KeyError, IndexError, TypeError, ValueError, AttributeError):
             key = name if isinstance(data, Mapping) else range(len(data)).index(int(name))
             images = data[key]
             if all(image.ndim > 2 for image in ([images[0]] if isinstance(images, Tensor) else images)):
                 return key, images
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            pass
         names = ", ".join(map(str, data)) if isinstance(data, Mapping) else f"0 to {len(data) - 1}"
         raise UserError("data.images", f"'{name}' names no field of images of a batch", names)
 
@@ -131,7 +130,6 @@ class Loader:
     """The batches of a split; the last one of an epoch may be smaller."""
 
     workers: int | None = None  # processes that read the samples, 0 where this one does; None if they are in memory
-    resident: torch.device | None = None  # where the images are in memory; None if they are read
 
     def __init__(self, plan: BatchPlan, device: torch.device) -> None:
         self.samples, self.batch_size = len(plan.indices), plan.batch_size
@@ -254,7 +252,7 @@ class MemoryLoader(Loader):
     ) -> None:
         super().__init__(plan, device)
         self._images, self._targets, self._source_of = images, targets, source_of
-        self.resident, self._prefetches = images.device, images.device != device
+        self._prefetches = images.device != device
         if plan.prepare is None or plan.prepare.per_sample:
             bytes_of_batch = max(1, self.batch_size * images.shape[1:].numel() * 4)
             self._chunk = max(1, _CHUNK_BYTES.get(device.type, _CHUNK_BYTES_ELSEWHERE) // bytes_of_batch)

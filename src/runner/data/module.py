@@ -211,7 +211,7 @@ class DataModule:
         if not self.pairs:  # each reader has its own, as they may keep state
             transforms = copy.deepcopy(transforms)
         replacements = self.replacements.get(name) if replacing else None
-        others = self.parts[name][1] if training else None
+        others = self.parts[name][1] if training else AllSamples(0)
         arguments = self.sources[name], self.config.seed, transforms, replacements, name
         return SeededDataset(*arguments, pairs=self.pairs, collate=self._collate, others=others)
 
@@ -234,13 +234,13 @@ class DataModule:
         if training:
             batch_size, shuffle = data.samples_a_batch, data.shuffle is not False
         plan = BatchPlan(indices, batch_size, config.seed, shuffle, prepare, mix)
-        note = self.bad_samples.noting(name, dataset, len(indices))
+        note = functools.partial(self.bad_samples.note, name, dataset, len(indices))
         # Workers read files; what is in memory or in a cache needs no processes
         if self.in_memory is None:
             reader = self.reader(name, training)
             if self.pairs and data.decode == "device":
                 reader.encoded = copy.copy(dataset)
-                reader.encoded.defers = True  # type: ignore[attr-defined]
+                reader.encoded.defers = True
             loader = WorkerLoader(reader, plan, self.device, data, workers=self.workers, on_skipped=note)
             return SplitData(loader, pipeline, mix, self._collate)
         source, source_of = self.sources[name], None

@@ -214,28 +214,22 @@ def _require(size: int, free: int, what: str, where: str, allowed: str) -> None:
 
 def _without_effect(made: DataModule) -> list[str]:
     """Settings that differ from the default, as only those were asked for, and change nothing in this run."""
-    data, device, resident, reason = (
-        made.config.data,
-        made.device,
-        made.in_memory is not None,
-        "no worker process reads",
-    )
+    data, on_cpu, on_cuda = made.config.data, made.device.type == "cpu", made.device.type == "cuda"
+    resident, idle = made.in_memory is not None, "no worker process reads"
     if resident:
-        reason = "the images are in memory (data.placement=disk reads them through workers)"
-    useless = dict.fromkeys(("prefetch", "persistent_workers", "timeout_s"), reason) if made.workers == 0 else {}
-    if not any(isinstance(dataset, ImageList) for dataset, _ in made.parts.values()):
-        useless["decode"] = "the data set decodes its images itself"
-    if resident and data.num_workers != 0 and not made.caches:
-        useless["num_workers"] = reason
-    if device.type == "cuda" and resident:
-        useless["pin_memory"] = reason
-    elif device.type != "cuda" and data.pin_memory is True:
-        useless["pin_memory"] = "it is for copies to a CUDA device"
-    if device.type == "cpu":
-        useless["non_blocking"] = "nothing is copied to another device"
-        useless |= {"placement": "the device is the CPU"} if data.placement == "device" else {}
-    elif resident:
-        useless["non_blocking"] = reason
-    values = {key: value for key in useless if (value := getattr(data, key)) != getattr(Data, key)}
+        idle = "the images are in memory (data.placement=disk reads them through workers)"
+    files = any(isinstance(dataset, ImageList) for dataset, _ in made.parts.values())
+    rows = (
+        (made.workers == 0, "prefetch persistent_workers timeout_s", idle),
+        (not files, "decode", "the data set decodes its images itself"),
+        (resident and data.num_workers != 0 and not made.caches, "num_workers", idle),
+        (resident and on_cuda, "pin_memory", idle),
+        (data.pin_memory is True and not on_cuda, "pin_memory", "it is for copies to a CUDA device"),
+        (resident and not on_cpu, "non_blocking", idle),
+        (on_cpu, "non_blocking", "nothing is copied to another device"),
+        (on_cpu and data.placement == "device", "placement", "the device is the CPU"),
+    )
+    reasons = {key: reason for useless, keys, reason in rows if useless for key in keys.split()}
+    values = {key: value for key in reasons if (value := getattr(data, key)) != getattr(Data, key)}
     shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
-    return [f"data.{key}={value} has no effect: {useless[key]}" for key, value in shown.items()]
+    return [f"data.{key}={value} has no effect: {reasons[key]}" for key, value in shown.items()]

@@ -1,4 +1,4 @@
-"""Files that are made before training: the progress, the signals that arrive meanwhile, and one process at a time."""
+"""Files that are made before training: the progress, and one process at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 
-from runner.base.signals import STOPPING, listening
+from runner.base.signals import heard
 
 _POLL_S = 0.2
 _SHOWN_AFTER_S = 2.0
@@ -46,37 +44,17 @@ def progress(say: Callable[[int, float], str]) -> Iterator[Callable[[int], None]
 
 
 @contextlib.contextmanager
-def noticing_signals(then: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether a signal with a handler of the run arrived; the handler is called too.
-
-    `then` is called after the handler, and may raise to end work that does not ask.
-    """
-    received: list[int] = []
-    # Only handlers of the run are wrapped: a default action ends the process anyway
-    handlers = {number: handler for number in STOPPING if callable(handler := signal.getsignal(number))}
-    wrapped = {number: handler for number, handler in handlers.items() if handler is not signal.default_int_handler}
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        wrapped[signal.Signals(number)](number, frame)
-        then()
-
-    with listening(note, list(wrapped)):
-        yield lambda: bool(received)
-
-
-@contextlib.contextmanager
-def exclusive(path: Path, stopped: Callable[[], bool]) -> Iterator[bool]:
+def exclusive(path: Path) -> Iterator[bool]:
     """Let one process at a time make a file, whose folder is made; the lock of a killed process ends with it.
 
     Gives whether the lock is held: not after a signal, nor on file systems that have no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path.parent / f".{path.name}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    locked = reported = False
+    locked, reported, before = False, False, len(heard)
     try:
         # The lock is polled, so that a signal ends the wait
-        while not (locked or stopped()):
+        while not locked and len(heard) == before:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 locked = True

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,12 @@ SampleTransform = Callable[..., Any]
 
 SHARED_MEMORY = "</torch_"
 """How torch names its shared memory in an error."""
+_NONE = AllSamples(0)
 _SKIP = "data.on_error=skip, which reads other samples instead"
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # torch supports few operations on them
 
 
+@dataclass(eq=False)
 class SeededDataset(Dataset[Any]):
     """A data set that is indexed by (epoch, place), many at a time; both seed the generators of a sample, see `sample_of`.
 
@@ -37,36 +40,29 @@ class SeededDataset(Dataset[Any]):
     only that part of the image is read. `replacements` replaces samples that cannot be read (None raises the error), with the
     random numbers of the sample. `split` is for messages. `collate` makes a batch of a list of samples, see `batch_of`.
     `others` are the samples that transforms with `takes_others` are given: `transform(sample, other)` calls `other()` for each.
-
-    Attributes:
-        others_until: the first epoch without such transforms.
-        encoded: the data set with `Encoded` images, of which batches are made; `on_device` decodes them. None for whole ones.
     """
 
-    others_until: float = math.inf
-    encoded: Dataset[Any] | None = None
+    dataset: Any
+    seed: int
+    transforms: Sequence[SampleTransform] = ()
+    replacements: ReplacementSampler | None = None
+    split: str = ""
+    _: KW_ONLY
+    pairs: bool = True
+    collate: Callable[[list[Any]], Any] | None = None  # `pair_batch`
+    others: Indices = _NONE
+    others_until: float = math.inf  # the first epoch without transforms that take others
+    encoded: Any = None  # the data set with `Encoded` images, of which batches are made, and which `on_device` decodes
 
-    def __init__(
-        self,
-        dataset: Dataset[Any],
-        seed: int,
-        transforms: Sequence[SampleTransform] = (),
-        replacements: ReplacementSampler | None = None,
-        split: str = "",
-        *,
-        pairs: bool = True,
-        collate: Callable[[list[Any]], Any] | None = None,
-        others: Indices | None = None,
-    ) -> None:
-        self.dataset, self._seed, self._transforms, self._split = dataset, seed, list(transforms), split
-        self._replacements, self._pairs, self._collate = replacements, pairs, collate or pair_batch
-        self._others = AllSamples(0) if others is None else others
-        self._cut: Any = self._transforms.pop(0) if pairs and crops_while_decoding(dataset, transforms) else None
+    def __post_init__(self) -> None:
+        self._steps = [*self.transforms]
+        cuts = self.pairs and crops_while_decoding(self.dataset, self.transforms)
+        self._cut: Any = self._steps.pop(0) if cuts else None
 
     def __getitems__(self, places: list[tuple[int, int]]) -> tuple[Any, list[BadSample]]:
         """A batch, in shared memory if a worker reads it, and the samples that could not be read, which others replace."""
         skipped: list[BadSample] = []
-        return batch_of(self.items(places, skipped, self.encoded), self._collate), skipped
+        return batch_of(self.items(places, skipped, self.encoded), self.collate or pair_batch), skipped
 
     def on_device(self, batch: Any, epoch: int, drawn: Tensor, device: torch.device, skipped: list[BadSample]) -> Any:
         """Decode the `Encoded` images of a batch of pairs on a device, where all its images are then, if it has any.
@@ -95,13 +91,13 @@ class SeededDataset(Dataset[Any]):
     def _item(self, dataset: Any, epoch: int, place: int, skipped: list[BadSample], before: int | None = None) -> Any:
         # A replacement is read with the random numbers of the sample that it replaces, so an epoch has the same draws.
         def read(source: int) -> Any:
-            seed_generators(self._seed, epoch, place)
+            seed_generators(self.seed, epoch, place)
             # A cut reads only the region that is used, which is faster for large images
             if self._cut is None:
                 item = dataset[source]
             else:
                 item = dataset.read_part(source, self._cut.region, self._cut.size)
-            if not self._pairs:
+            if not self.pairs:
                 return item
             if not isinstance(item, tuple | list) or len(item) != 2:
                 what = f"{len(item)} values" if isinstance(item, tuple | list) else f"a {type(item).__name__}"
@@ -112,16 +108,16 @@ class SeededDataset(Dataset[Any]):
         # The message tells reading from transforming, as each has another cure
         index, transforming = sample_of(place), False
         try:
-            sample = read(index) if self._replacements is None else self._replacements.read(read, epoch, index, skipped)
+            sample = read(index) if self.replacements is None else self.replacements.read(read, epoch, index, skipped)
             transforming = True
-            if not self._pairs:
-                for number, transform in enumerate(self._transforms[:before]):
+            if not self.pairs:
+                for number, transform in enumerate(self._steps[:before]):
                     if not getattr(transform, "takes_others", False):
                         sample = transform(sample)
                     elif epoch < self.others_until:
                         sample = transform(sample, functools.partial(self._other, dataset, epoch, skipped, number))
                 return sample
-            image = sample[0] if isinstance(sample[0], Encoded) else as_tensor(transformed(sample[0], self._transforms))
+            image = sample[0] if isinstance(sample[0], Encoded) else as_tensor(transformed(sample[0], self._steps))
             return image, as_target(sample[1])
         except MemoryError:
             raise
@@ -142,20 +138,20 @@ class SeededDataset(Dataset[Any]):
 
     def _other(self, dataset: Any, epoch: int, skipped: list[BadSample], before: int) -> Any:
         """Another sample, chosen by the generators of the one that takes it; reading it draws from others."""
-        index, draw = (int(torch.randint(count, ())) for count in (len(self._others), 2**30))
+        index, draw = (int(torch.randint(count, ())) for count in (len(self.others), 2**30))
         with preserved_rng():
             # The draw keeps its augmentation apart from that of the same sample elsewhere in this epoch
-            place = int(self._others[index]) | draw << SAMPLE_BITS
+            place = int(self.others[index]) | draw << SAMPLE_BITS
             return self._item(dataset, epoch, place, skipped, before)
 
     def _name(self, index: int) -> str:
-        return f"sample {index} of '{self._split}'" if self._split else f"sample {index}"
+        return f"sample {index} of '{self.split}'" if self.split else f"sample {index}"
 
     def __getitem__(self, place: tuple[int, int]) -> Any:
         return self.items([place])[0]
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.dataset)
 
 
 def transformed(image: Any, transforms: Sequence[SampleTransform]) -> Any:

@@ -112,12 +112,12 @@ def _divided(
     """
     # With folds, the validation split is not a share but a fold of what is left
     shares = {name: share for name, share in fractions.items() if name != "val" or split.folds is None}
-    splits = split_indices(targets, n, shares, split.seed, split.stratified, groups=groups)
+    splits = split_indices(targets, n, shares, split.seed, groups)
     if split.folds is None:
         return splits
     # Folds divide what is left, so that every fold is tested on the same samples.
     rest = splits["train"]
-    place, classes = _order(len(rest), split.seed), _strata(targets if split.stratified else None, n)[rest]
+    place, classes = _order(len(rest), split.seed), _strata(targets, n)[rest]
     if groups is None:
         fold = _stratified_folds(classes, split.folds, place)
     else:
@@ -130,17 +130,11 @@ def _divided(
 
 
 def split_indices(
-    targets: Tensor | None,
-    n: int,
-    fractions: Mapping[str, float],
-    seed: int,
-    stratified: bool,
-    *,
-    groups: Tensor | None = None,
+    targets: Tensor | None, n: int, fractions: Mapping[str, float], seed: int, groups: Tensor | None = None
 ) -> dict[str, Tensor]:
     """Divide samples 0 .. n-1 into 'train' and the held-out splits named in `fractions`.
 
-    Every held-out split has exactly `round(fraction * n)` samples; if stratified, the count of every class in it is within
+    Every held-out split has exactly `round(fraction * n)` samples; with targets, the count of every class in it is within
     one of `fraction` times the size of the class (largest remainders). Changing the fraction of 'test' alone keeps 'val',
     unless classes are so small that both compete for the last sample. With `groups`, see `split_groups` instead.
 
@@ -149,11 +143,14 @@ def split_indices(
     `fractions`. Raises `UserError` if no training sample would be left, or a split would have no group.
     """
     names = [name for name in _HELD_OUT if name in fractions]
-    shares, sizes = [fractions[name] for name in names], _checked_sizes(fractions, n)
-    order, classes = _order(n, seed), _strata(targets if stratified else None, n)
+    shares, sizes = [fractions[name] for name in names], [round(fractions[name] * n) for name in names]
+    if sum(shares) >= 1 or sum(sizes) >= n:
+        given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
+        raise UserError("data.split", f"no training sample is left of {n}: {given or 'nothing'} held out")
+    order, classes = _order(n, seed), _strata(targets, n)
     if groups is None:
         counts = torch.bincount(classes)
-        amounts = _apportion(counts.numpy(), shares, [sizes[name] for name in names])
+        amounts = _apportion(counts.numpy(), shares, sizes)
         taken = torch.from_numpy(np.vstack([amounts, counts.numpy() - amounts.sum(0)]).T.reshape(-1))
         # Of each class, in random order, the first ones go to the first held-out split, and the last ones to training, number 0
         places, number = torch.tensor([*range(1, len(names) + 1), 0]).repeat(len(counts)), torch.empty_like(classes)
@@ -180,14 +177,6 @@ def _strata(targets: Tensor | None, n: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int64)
     classes: Tensor = torch.unique(targets.cpu(), return_inverse=True)[1]
     return classes
-
-
-def _checked_sizes(fractions: Mapping[str, float], n: int) -> dict[str, int]:
-    sizes = {name: round(fraction * n) for name, fraction in fractions.items()}
-    if sum(fractions.values()) >= 1 or sum(sizes.values()) >= n:
-        given = " and ".join(f"data.split.{name}={fraction}" for name, fraction in fractions.items())
-        raise UserError("data.split", f"no training sample is left of {n}: {given or 'nothing'} held out")
-    return sizes
 
 
 def _apportion(counts: np.ndarray, fractions: list[float], sizes: list[int]) -> np.ndarray:

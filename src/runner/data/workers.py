@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import copy
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -40,7 +39,6 @@ _ADVICE = {
     "SIGKILL": " (the system kills processes that take too much memory)",
     "SIGBUS": " (as happens when the shared memory in /dev/shm is full)",
 }
-_PATIENCE_S = 2.0
 _END_S = 5.0
 _LOOKS = 1000
 _IN_MAIN = "data.num_workers=0, which reads in the main process"
@@ -193,22 +191,20 @@ class WorkerLoader(Loader):
                 yield
         # The workers themselves tell more than the error of torch
         except (RuntimeError, OSError, EOFError) as error:
-            failure = _describe_failure([loader._iterator for loader in _LOADERS], error)
-            if failure is None and not isinstance(error, _TimedOut):
+            failure = _failure_of([loader._iterator for loader in _LOADERS], error)
+            if failure is None and isinstance(error, _TimedOut):
+                # The samples that were requested first are those that a worker hangs on
+                samples = sample_of(pending[0]).tolist() if pending else []
+                shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
+                late = f"no batch came from the workers for {self._timeout_s:g} s"
+                allowed = "a larger one, null to wait forever, or data.num_workers=0 to see where reading stops"
+                failure = DataFailed("data.timeout_s", f"{late}; the next batch has the samples {shown}", allowed)
+            if failure is None:
                 raise
             # After a failure no worker can be trusted to end by itself.
             _kill(self._iterator)
             self.close()
-            if failure is not None:
-                raise DataFailed("data.num_workers", failure[0], failure[1]) from error
-            # The samples that were requested first are those that a worker hangs on
-            samples = sample_of(pending[0]).tolist() if pending else []
-            shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
-            raise DataFailed(
-                "data.timeout_s",
-                f"no batch came from the workers for {self._timeout_s:g} s; the next batch has the samples {shown}",
-                "a larger data.timeout_s, null to wait forever, or data.num_workers=0 to see where reading stops",
-            ) from error
+            raise failure from error
 
     def close(self) -> None:
         """End the worker processes."""
@@ -273,8 +269,8 @@ def _wait_for_batch(seconds: float | None) -> Iterator[None]:
             signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
 
 
-def _describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, str] | None:
-    """The failure of a worker of any loader's iterator, and what is allowed; None if all are well.
+def _failure_of(iterators: Sequence[Any], error: Exception) -> DataFailed | None:
+    """What to raise for a worker of any loader's iterator; None if all are well.
 
     `error` is what was raised while a batch was waited for.
     """
@@ -282,7 +278,8 @@ def _describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, 
     # The usual failure in containers has advice of its own
     if _FROM_A_WORKER in text and SHARED_MEMORY in text:
         problem = f"a worker process cannot put a batch into shared memory: {text.strip().rpartition('Error: ')[2]}"
-        return problem, f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
+        allowed = f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
+        return DataFailed("data.num_workers", problem, allowed)
     # Once an iterator ends its workers, they may have ended with status 0.
     workers = [
         (number, worker, not getattr(iterator, "_shutdown", True))
@@ -295,7 +292,8 @@ def _describe_failure(iterators: Sequence[Any], error: Exception) -> tuple[str, 
         for number, worker, busy in workers:
             if worker.exitcode or (worker.exitcode == 0 and busy):
                 problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
-                return problem, f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
+                allowed = f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
+                return DataFailed("data.num_workers", problem, allowed)
         time.sleep(0.01)
     return None
 
@@ -311,38 +309,19 @@ def _how_it_ended(exitcode: int) -> str:
 
 
 def _shut_down(iterator: Any) -> None:
-    """Ask an iterator's workers to end, and kill those that do not end soon.
-
-    torch alone would wait 5 seconds for each frozen worker, and as long again after a SIGTERM.
-    """
-    if not hasattr(iterator, "_workers"):  # it reads in this process, or there is none
-        return
-    if sys.is_finalizing():  # a thread started now never runs, and start() would wait for it forever
+    """Ask an iterator's workers to end, and kill those that have not after torch's 5 seconds for each."""
+    if hasattr(iterator, "_workers"):  # otherwise it reads in this process, or there is none
+        iterator._shutdown_workers()
         _kill(iterator)
-        iterator._shutdown_workers()
-        return
-    # A worker that hangs in a read would block the end of the run
-    impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
-    impatience.daemon = True
-    impatience.start()
-    try:
-        iterator._shutdown_workers()
-    finally:
-        impatience.cancel()
-        impatience.join()
-    _kill(iterator)
 
 
 def _kill(iterator: Any) -> None:
     """Kill what is left of an iterator's workers."""
-    _send_sigkill(iterator)
-    for worker in getattr(iterator, "_workers", ()):
-        worker.join(_END_S)
-
-
-def _send_sigkill(iterator: Any) -> None:
-    for worker in getattr(iterator, "_workers", ()):
+    workers = getattr(iterator, "_workers", ())
+    for worker in workers:
         worker.kill()
+    for worker in workers:
+        worker.join(_END_S)
 
 
 def as_numbers(array: np.ndarray) -> Any:

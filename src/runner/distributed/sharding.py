@@ -12,27 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.distributed.world import World
+from runner.config.schema.train import Fsdp
+from runner.distributed.world import World, world
 
 
 def shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    world: World,
-    device: torch.device,
-    *,
-    reshard_after_forward: bool = True,
-    replicas: int = 1,
+    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, settings: Fsdp
 ) -> Mapping[nn.Parameter, nn.Parameter]:
     """Divide the parameters of a model, in place; all ranks call this with the same weights.
 
     Args:
         model: on its device.
         blocks: modules whose weights are gathered and dropped together; what is outside of them is one more unit.
-        world: the ranks.
         device: where the model computes.
-        reshard_after_forward: drop gathered weights after the forward pass, and gather them again for backward.
-        replicas: how many groups of ranks divide a copy of the model each; it divides the number of ranks.
+        settings: `fsdp` of the config, whose `replicas` divide the number of ranks.
 
     Returns:
         The parameters of the model now, by those that it had.
@@ -41,13 +34,14 @@ def shard(
     from torch.distributed.fsdp import fully_shard
 
     # With replicas, weights are divided within each group and equal across groups
-    shape = (world.size,) if replicas == 1 else (replicas, world.size // replicas)
+    size, replicas = world().size, settings.replicas
+    shape = (size,) if replicas == 1 else (replicas, size // replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     # Sharding replaces parameters, and frozen parts refer to the old ones
     before = list(model.parameters())
     # Blocks come before the model, which takes what is left
     for module in (*(block for block in blocks if block is not model), model):
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward)
     return dict(zip(before, model.parameters(), strict=True))
 
 

@@ -246,7 +246,8 @@ def run(composition: Composition) -> float:
     memory = "peak MiB" if device.type == "cuda" else "peak RSS MiB"
     columns = ["overrides", "samples/s", "step ms", "ratio", "range", memory, "run s", "verdict"]
     report.table("medians of runs in turn", columns, rows)
-    report.skipped(list(skipped.items()))
+    if skipped:
+        report.table("skipped", ["what", "why"], [*map(list, skipped.items())])
     report.lines(*(f"note: {note}" for note in notes))
     folder = output_folder(None, composition.job_dir or composition.run_dir, config.output_root, "benchmarks")
     picture, path = folder / "bench.png", folder / "bench.json"

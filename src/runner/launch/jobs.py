@@ -15,6 +15,7 @@ from runner.base.errors import PREEMPTED
 from runner.base.signals import early, heard, listening
 from runner.launch.processes import why_ended
 
+_PERIOD_S = 0.25  # between two calls of `on_time`
 _SAME_S = 1.0  # `timeout` and schedulers send a signal to a process and to its group
 
 
@@ -46,7 +47,7 @@ class Launcher(Protocol):
     """Starts jobs somewhere, each in a separate process. A YAML under `hydra/launcher` names the class as `_target_`."""
 
     slots: int | None  # how many jobs run at a time; None if something else decides that
-    survives: bool  # whether jobs continue after the process of the sweep has ended
+    survives: bool = False  # whether jobs continue after the process of the sweep has ended
 
     def start(self, jobs: Sequence[Job]) -> list[str]:
         """Start jobs, unless an earlier process started one that still runs, and return for each where it runs."""
@@ -62,7 +63,7 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Release what the launcher holds once its jobs have ended, or continue without it."""
-        ...
+        return
 
 
 def run(
@@ -71,8 +72,6 @@ def run(
     on_start: Callable[[Job, str], None],
     on_end: Callable[[Ended, str], None],
     on_time: Callable[[], bool],
-    *,
-    period_s: float = 0.25,
 ) -> str:
     """Run jobs until there are no more, or a signal asks to stop; returns the name of the signal, or an empty string.
 
@@ -81,7 +80,7 @@ def run(
         next_job: the next job; None if there is none now.
         on_start: called with a job and where it runs, before it can end.
         on_end: called with a job that has ended, and the name of the signal that asked to stop.
-        on_time: called every `period_s` seconds; whether `next_job` may give a job later, although no job runs.
+        on_time: called every `_PERIOD_S`; whether `next_job` may give a job later, although no job runs.
     """
     running, asked, insists_from = 0, early.pop() if early else "", 0.0
 
@@ -118,6 +117,6 @@ def run(
             # After a signal, jobs that run may save first; without one, there is nothing left to start
             if not running and (asked or not more):
                 return asked
-            for ended in launcher.wait(period_s):
+            for ended in launcher.wait(_PERIOD_S):
                 running -= 1
                 on_end(ended, asked)

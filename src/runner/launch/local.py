@@ -15,14 +15,14 @@ from runner.base.cores import cores
 from runner.base.errors import UserError
 from runner.base.files import make_folder
 from runner.launch import processes
-from runner.launch.jobs import Ended, Job
+from runner.launch.jobs import Ended, Job, Launcher
 
 T = TypeVar("T")
 Slot = tuple[str, Mapping[str, str]]  # a place for one job, such as `GPU 1`, and the variables that a job there gets
 _MOST = 1024  # slots on a device, threads
 
 
-class Local:
+class Local(Launcher):
     """A launcher for this machine; `conf/hydra/launcher/pool.yaml` explains its keys. Its jobs save and end when it does.
 
     Args:
@@ -35,8 +35,6 @@ class Local:
     Raises:
         UserError: for a key that cannot be used, or one of the job that does not fit.
     """
-
-    survives = False
 
     def __init__(
         self,

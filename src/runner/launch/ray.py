@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import UserError, first_line, require
-from runner.launch.jobs import Ended, Job
+from runner.base.errors import UserError, blame, first_line, require
+from runner.launch.jobs import Ended, Job, Launcher
 
 _POLLED_S = 0.1
 # Ray kills the children of a worker that ends, so that the job is a grandchild: its parent waits for it, and its sibling
@@ -20,7 +20,7 @@ _POLLED_S = 0.1
 _START = 'exec 3<&0; "$@" </dev/null 3<&- & job=$!; { read -r _; kill -TERM $job; } <&3 & wait $job'
 
 
-class Ray:
+class Ray(Launcher):
     """A launcher for Ray; `conf/hydra/launcher/ray.yaml` explains its keys. Its jobs save and end when the sweep does.
 
     Args:
@@ -36,7 +36,6 @@ class Ray:
     """
 
     slots: int | None = None  # Ray starts a task once there are free resources
-    survives = False
 
     def __init__(
         self,
@@ -73,9 +72,8 @@ class Ray:
         if not self._ray.is_initialized():
             handler = signal.getsignal(signal.SIGTERM)
             try:
-                self._ray.init(**self._init)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise UserError("hydra.launcher", f"ray.init fails: {first_line(error)}") from error
+                with blame("hydra.launcher", "ray.init fails"):
+                    self._ray.init(**self._init)
             finally:
                 signal.signal(signal.SIGTERM, handler)  # Ray's own would end this process
         for job in jobs:

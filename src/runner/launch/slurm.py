@@ -16,7 +16,7 @@ from typing import Any
 from runner.base.errors import UserError
 from runner.base.files import make_folder
 from runner.base.reading import is_true
-from runner.launch.jobs import Ended, Job
+from runner.launch.jobs import Ended, Job, Launcher
 
 _PERIOD_S = 5.0  # between two looks at the queue
 _ANSWER_S = 120.0  # SLURM's own commands give up earlier
@@ -27,7 +27,7 @@ _OVER = (
 )
 
 
-class Slurm:
+class Slurm(Launcher):
     """A launcher for SLURM; `conf/hydra/launcher/slurm.yaml` explains its keys. Its jobs continue without the sweep.
 
     The jobs that start together are one array. Its name ends with a digest of the sweep's folder, and the number of an element
@@ -129,9 +129,6 @@ class Slurm:
         """End a wait for SLURM's commands: the jobs continue."""
         raise KeyboardInterrupt
 
-    def close(self) -> None:
-        """See `Launcher.close`."""
-
     def _submit(self, name: str, jobs: Sequence[Job]) -> dict[int, str]:
         """Submit an array, and return the number of each job there."""
         # A file for each element, appended to: a job that starts again continues its log
@@ -181,10 +178,8 @@ def _call(words: Sequence[str], text: str = "") -> str:
         UserError: it failed.
     """
     # In a job of SLURM, its variables would become options of the jobs that are submitted from there.
-    inside = {name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"}
-    others = dict(os.environ)
-    for name in inside if "SLURM_JOB_ID" in inside else ():
-        del others[name]
+    inside = "SLURM_JOB_ID" in os.environ
+    others = {k: v for k, v in os.environ.items() if not (inside and k.startswith("SLURM_") and k != "SLURM_CONF")}
     try:
         done = subprocess.run(
             words, input=text, env=others, capture_output=True, text=True, check=True, timeout=_ANSWER_S

@@ -79,8 +79,9 @@ class Detector(nn.Module):
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Losses in training, objects in evaluation; see the class."""
+        graph = torch.is_grad_enabled()  # as leaving inference mode enables it
         # Tensors that transformers caches in inference mode could not be used in training
-        with torch.set_grad_enabled(torch.is_grad_enabled()), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.set_grad_enabled(graph):
             if not self.training:
                 return self._found(images)
             return self._losses(images, targets or [])

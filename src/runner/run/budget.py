@@ -27,8 +27,9 @@ from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
 from runner.runtime.signals import StopSignals
 
-_USED = 0.985  # of the budget: the end of the process is not measured
-_SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again for an evaluation
+_USED, _PROCESS_S = 0.995, 0.6  # of the budget, but the start and the exit of the process, which are not measured
+_SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again for evaluations
+_EVALUATIONS, _BATCHES = 4, 8  # that are measured, and the fewest batches of each
 _WARM, _FEWEST, _ENDLESS = 3, 20, 10**6  # steps
 _OWN = ("runner.engine.", "runner.tracking.loggers.")
 
@@ -38,9 +39,11 @@ class Clock(StopSignals):
 
     def __init__(self, signals: StopSignals, limit: float) -> None:
         super().__init__()
-        self._signals, self._longest, self._next, self._stepped = signals, limit, 2 * _WARM, 0.0
-        self.began = self.boundary = self.warm = time.perf_counter()
-        self.evaluations, self.steps = list[float](), list[float]()  # seconds
+        self._signals, self._longest, self._next, self._evaluated = signals, limit, 2 * _WARM, False
+        self.began = self.boundary = self.warm = self._stepped = time.perf_counter()
+        self.evaluation = 0.0  # seconds of the last one
+        # Seconds from the end of a step to that of the next, without and with an evaluation between them
+        self.steps, self.evaluations = list[float](), list[float]()
         self.questions = list[float]()  # times since the last step: an evaluation asks for signals before each batch
 
     def asked(self) -> str:
@@ -50,33 +53,36 @@ class Clock(StopSignals):
 
     def on_step(self, loop: Loop) -> None:
         """Note the time of a step, and end the run once there are enough."""
-        done = loop.state.position.global_step
-        if done in (_WARM, self._next) and torch.accelerator.is_available():
+        done, every = loop.state.position.global_step, loop.limits.evaluate_every_steps or _ENDLESS
+        ends = done in (_WARM, self._next) or loop.epoch_ended or done % every == 0
+        if ends and torch.accelerator.is_available():
             torch.accelerator.synchronize()  # steps that are still on their way to the device are not done
-        self._stepped = time.perf_counter()
+        now = time.perf_counter()
         if done == _WARM:
-            self.warm = self._stepped
+            self.warm = now
         elif done > _WARM:
-            self.steps.append(self._stepped - self.boundary)
+            (self.evaluations if self._evaluated else self.steps).append(now - self._stepped)
+        self._stepped, self._evaluated = now, False
         if done == self._next:
             self._next = math.ceil(1.25 * done)
-            if world().decide(lambda: self._stepped - self.warm > self._longest):
+            if world().decide(lambda: max(math.fsum(self.steps), math.fsum(self.evaluations)) > self._longest):
                 loop.request_stop("enough steps were measured")
         self.questions.clear()
 
     def on_evaluation(self, loop: Loop, metrics: dict[str, float]) -> None:
         """Note the time of an evaluation."""
-        self.evaluations.append(time.perf_counter() - self._stepped)
+        self.evaluation, self._evaluated = time.perf_counter() - self._stepped, True
 
     def on_boundary(self, loop: Loop) -> None:
-        """Note when the next step began, to which saves belong."""
+        """Note when the last evaluation ended."""
         self.boundary = time.perf_counter()
 
 
 class _Costs(NamedTuple):
-    start: float  # seconds from building the run to its first step
+    start: float  # seconds from building the run to its first step, and those that only the first evaluation takes
     step: float  # seconds
     evaluation: float  # seconds
+    batch: float  # seconds of an evaluation
     end: float  # seconds after the last evaluation: the test, the last save, curves
     epoch: int  # steps
 
@@ -103,15 +109,19 @@ def fix_steps(
     directory.console.line(f"measuring how many steps fit into budget={config.budget}")
     total = seconds(config.budget)
     limit = min(_SHARE * total, _MOST_S)
-    first = _measure(config, directory, Clock(signals, limit), rehearse, steps=_WARM, batches=1)
-    # Of a long evaluation, a part is measured
-    batches = max(4, int(limit / max(first.evaluation, first.end)))
-    cost = _measure(config, directory, Clock(signals, limit), rehearse, steps=_ENDLESS, batches=batches)
-    left = _USED * total - world().decide(time.time) + directory.began - cost.start - cost.end
-    intervals = [(config.evaluate.every_epochs or 0) * cost.epoch, config.evaluate.every_steps or 0]
+    first = _measure(config, directory, Clock(signals, limit), rehearse, steps=2 * _WARM, every=_WARM, batches=_BATCHES)
+    # Several evaluations are measured, and of long ones a part
+    every = math.ceil(limit / (first.step or limit) / _EVALUATIONS)
+    batches = max(_BATCHES, int(limit / (first.batch or limit) / _EVALUATIONS))
+    cost = _measure(config, directory, Clock(signals, limit), rehearse, steps=_ENDLESS, every=every, batches=batches)
+    left = _USED * total - _PROCESS_S - world().decide(time.time) + directory.began - cost.start - cost.end
+    intervals = (config.evaluate.every_epochs or 0) * cost.epoch, config.evaluate.every_steps or 0
+    lengths = [length for length in intervals if length]
 
     def needed(steps: int) -> float:
-        return steps * cost.step + cost.evaluation * sum(math.ceil(steps / each) for each in intervals if each)
+        both = steps // math.lcm(*lengths) if all(intervals) else 0  # evaluated once
+        last = bool(lengths) and all(steps % length for length in lengths)
+        return steps * cost.step + cost.evaluation * (sum(steps // length for length in lengths) - both + last)
 
     steps = bisect.bisect_right(range(1, _ENDLESS**2), left, key=needed)
     reason = f"{cost.step:.3g} s a step, {cost.evaluation:.3g} s an evaluation, {total - left:.3g} s beside them"
@@ -124,11 +134,16 @@ def fix_steps(
 
 
 def _measure(
-    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, *, steps: int, batches: int
+    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, *, steps: int, every: int, batches: int
 ) -> _Costs:
-    """Train at most `steps` steps, evaluate at most `batches` batches of each split, and give the longest times of all ranks."""
+    """Train at most `steps` steps, and give the longest times of all ranks.
+
+    Evaluations come as the config says, and at least `every` so many steps; they take at most `batches` batches.
+    """
     most, ranks = config.limit.eval_batches or sys.maxsize, world()
     changes: dict[str, Any] = {"epochs": None, "max_steps": steps, "limit.eval_batches": min(batches, most)}
+    if config.evaluate.every_epochs or config.evaluate.every_steps:
+        changes["evaluate.every_steps"] = min(config.evaluate.every_steps or every, every)
     # Programs of the user, and services that runs are sent to, are not for a run that does not count
     for key in ("callbacks", "logger"):
         nodes = getattr(config, key).items()
@@ -153,7 +168,10 @@ def _measure(
         for split in (run.data.val, run.data.test if config.evaluate.test else None)
     )
     step = statistics.fmean(clock.steps or [0.0])
-    evaluation = statistics.median(clock.evaluations) + val * each if clock.evaluations else 0.0
+    # What an evaluation makes the next step slower, such as a save, is a part of its time
+    first, *later = [seconds - step for seconds in clock.evaluations] or [clock.evaluation]
+    evaluation = statistics.fmean(later or [first])
     start, end = clock.warm - clock.began - _WARM * step, ended - clock.boundary + test * each
-    found = ranks.gather(_Costs(start, step, evaluation, end, run.plan.steps))
+    start, evaluation = start + max(0.0, first - evaluation), max(0.0, evaluation + val * each)
+    found = ranks.gather(_Costs(start, step, evaluation, each, end, run.plan.steps))
     return _Costs(*map(max, zip(*found, strict=True)))

@@ -13,7 +13,7 @@ from runner.config.changes import changes_result
 from runner.config.keys import with_changes
 from runner.config.schema.sections import Data, components_of
 from runner.config.schema.train import Train
-from runner.config.targets import called, preferred_data
+from runner.config.targets import called, preferred_data, resolve
 from runner.distributed.world import rows, world
 from runner.run.finetune import explaining
 from runner.run.optimizer import table_of_groups
@@ -162,7 +162,9 @@ def _optimizers(config: Train) -> list[Row]:
 
 
 def _class(node: dict[str, Any]) -> str:
-    return called(str(node["_target_"]), node.get("name"))
+    name = called(target := str(node["_target_"]), node.get("name"))
+    # A file of a task has names of its own for them: `data, model = Views, Net`
+    return getattr(resolve(target), "__name__", name) if target.endswith(f".{name}") else name
 
 
 def _data(data: Data) -> str:

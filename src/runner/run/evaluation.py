@@ -200,13 +200,7 @@ class Predictions(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Train,
-        task: Any,
-        modules: nn.Module,
-        draws: bool = False,
-        classes: Sequence[str] = (),
-        **options: Any,
+        self, config: Train, task: Any, modules: nn.Module, draws: bool, classes: Sequence[str], **options: Any
     ) -> None:
         super().__init__()
         for name in ("predict_step(modules, batch)", "draw(sample, outputs)")[: 1 + draws]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.errors import UserError, first_line, require
+from runner.base.errors import UserError, blame, first_line, require
 from runner.base.patterns import matching
 from runner.checkpoint.find import beside
 from runner.checkpoint.weights import Weights, read_weights, weights_sha256
@@ -127,7 +127,7 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     for scheme in sorted(schemes, key=ADJUSTMENTS.count):  # after what would undo them
-        try:
+        with blame("init", f"{scheme} does not apply", "init without it"):
             if scheme == "zero_gamma":
                 zero_last_norms(model)
             elif scheme == "prior_bias":
@@ -140,8 +140,6 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
                 whiten(model, _some_images(data))
             else:
                 draw_weights(model, scheme)
-        except ValueError as error:
-            raise UserError("init", f"{scheme} does not apply: {error}", "init without it") from error
     return schemes
 
 
@@ -214,6 +212,8 @@ def start_from(
         problem = f"the tensors of {given.path} are not those of this {name}{told}: {list_problems(lacks)}"
         remedies = {"head": "init_mismatch=skip, or ", "raise": "init_mismatch=head or skip, or "}
         remedy = remedies.get(policy, "") if name == "model" else ""
+        if any(".lora_A." in each for each in tensors):
+            remedy = f"export format=safetensors ckpt_path={given.path}, which merges its adapters; {remedy}"
         raise UserError("init_from", problem, f"{remedy}weights of this {name}")
     for name, tensor in fitting.items():
         # Integers instead of floats would be converted silently, and are never what was meant. In a state dict converted to half

@@ -87,10 +87,7 @@ def build_averaged(
 
 
 def build_optimizer(
-    config: Train,
-    model: nn.Module,
-    loss: nn.Module | None = None,
-    owned: Mapping[str, Sequence[nn.Parameter]] | None = None,
+    config: Train, model: nn.Module, loss: nn.Module, owned: Mapping[str, Sequence[nn.Parameter]] | None = None
 ) -> tuple[torch.optim.Optimizer, Kernels]:
     """Build the optimizer over the trainable parameters; each group remembers its `initial_lr` for the schedule.
 
@@ -99,9 +96,8 @@ def build_optimizer(
     """
     if not (parameters := [parameter for parameter in model.parameters() if parameter.requires_grad]):
         raise UserError("model", "has no trainable parameter")
-    # A loss with weights of its own, such as class centres, is trained as well
-    if loss is not None:  # first, as Muon takes the last matrix as the head
-        parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
+    # A loss with weights of its own, such as class centres, is trained as well; first, as Muon takes the last matrix as the head
+    parameters[:0] = [parameter for parameter in loss.parameters() if parameter.requires_grad]
     if owned is None:
         return _built("optimizer", config, parameters, model, loss)
     built = {}
@@ -147,7 +143,7 @@ def _parameters(owned: Any) -> dict[nn.Parameter, None]:
 
 
 def _built(
-    key: str, config: Train, parameters: list[nn.Parameter], model: nn.Module, loss: nn.Module | None
+    key: str, config: Train, parameters: list[nn.Parameter], model: nn.Module, loss: nn.Module
 ) -> tuple[torch.optim.Optimizer, Kernels]:
     """The optimizer at a dotted key, over these parameters of model and loss."""
     node = components_of("optimizer", config.optimizer)[key]
@@ -230,7 +226,7 @@ def _schedule(key: str, config: Train, optimizer: dict[str, Any], length: RunLen
 
 
 def divide(
-    key: str, node: Mapping[str, Any], extras: OptimizerExtras, model: nn.Module, loss: nn.Module | None
+    key: str, node: Mapping[str, Any], extras: OptimizerExtras, model: nn.Module, loss: nn.Module
 ) -> list[dict[str, Any]]:
     """The parameter groups that the keys of an optimizer ask for; none if all parameters are treated alike."""
     if not extras.no_decay and not extras.lr_mult and extras.layer_decay is None:

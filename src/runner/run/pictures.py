@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runner.base.errors import with_place
@@ -89,6 +90,9 @@ class Pictures:
 
     def close(self) -> None:
         """Draw what waits, and wait until it is written."""
+        with self._sheltered():
+            if self._on and self._run.device.type != "cpu":  # a run that failed may not have waited for the copies
+                torch.accelerator.synchronize(self._run.device)
         self._draw()
         with self._sheltered():
             self._writer.wait()

@@ -193,14 +193,7 @@ def shard_model(
             f"strategy=fsdp gathers {', '.join(shared[:3])}{', ...' if len(shared) > 3 else ''} with the parameters outside "
             "the blocks: they share weights with other modules"
         )
-    return shard(
-        model,
-        [module for _, module in blocks],
-        ranks,
-        hardware.device,
-        reshard_after_forward=settings.reshard_after_forward,
-        replicas=settings.replicas,
-    )
+    return shard(model, [module for _, module in blocks], hardware.device, settings)
 
 
 class RankBuffers:

@@ -216,12 +216,7 @@ class RunDirectory:
         if budget := getattr(getattr(self, "config", None), "budget", None):
             used = (time.time() - self.began) / seconds(budget)
             summary = summary | {"budget": budget, "budget_used": round(used, 4)}
-        write_json(self.path / "summary.json", self._masked(summary))
-
-    @staticmethod
-    def _masked(summary: dict[str, Any]) -> dict[str, Any]:
-        error = summary.get("error")
-        return summary | ({"error": mask_text(error)} if error else {})
+        write_json(self.path / "summary.json", summary)
 
     def note_startup(self) -> None:
         """Note how long it took from the start of the run to its first step, in seconds."""
@@ -269,7 +264,7 @@ class RunDirectory:
         # Status and sentence come first, as the rest depends on what kind of end this is
         self.exit_code, sentence, text = explain(error)
         preempted = self.exit_code == PREEMPTED
-        self.summary |= {"status": "preempted" if preempted else "failed", "error": sentence}
+        self.summary |= {"status": "preempted" if preempted else "failed", "error": mask_text(sentence)}
         saved = self.is_open and resumable(self.checkpoints.parent)
         way = f"ckpt_path={self.path}" if saved else ""
         # A preempted run did nothing wrong, so it gets a warning and the way to resume, not an error
@@ -295,7 +290,7 @@ class RunDirectory:
         """What `summary.json` says, and the directory, which is None where the run left none."""
         path = self.path if self.is_open else self.finished
         summary = read_summary(path) if path else None
-        return (summary or self._masked(self.summary)) | {"directory": str(path) if path else None}
+        return (summary or self.summary) | {"directory": str(path) if path else None}
 
     def complain(self, text: str) -> None:
         """Report an error on standard error, and in the log if there is one."""

@@ -117,20 +117,21 @@ class Segmentation:
         """What `draw` takes, of classes (H, W)."""
         return {"mask": values}
 
-    def draw(self, sample: tuple[Tensor, Tensor], outputs: Mapping[str, Tensor]) -> Tensor:
-        """The image of a batch of one with the classes as colours over it, uint8 (3, H, W); class 0 is left as it is."""
+    def draw(self, sample: tuple[Tensor, Tensor], outputs: Mapping[str, Tensor], classes: Sequence[str] = ()) -> Tensor:
+        """The image of a batch of one with the classes as colours over it, uint8 (3, H, W), but for a background as class 0."""
         from torchvision.utils import draw_segmentation_masks
 
         picture, mask = sample[0][0].cpu(), outputs["mask"].cpu()
-        numbers = [number for number in torch.unique(mask).tolist() if number not in (0, self.ignore_index)]
+        left = {self.ignore_index, *range(_first_drawn(classes))}
+        numbers = [number for number in torch.unique(mask).tolist() if number not in left]
         if numbers:  # torchvision warns of images without a mask
             masks = mask == torch.tensor(numbers)[:, None, None]
             picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=[colour(each) for each in numbers])
         return picture
 
     def legend(self, classes: Sequence[str]) -> dict[str, tuple[int, int, int]]:
-        """The colours of all classes but the first."""
-        return {name: colour(number) for number, name in enumerate(classes) if number}
+        """The colours of the classes that `draw` shows."""
+        return {name: colour(number) for number, name in enumerate(classes) if number >= _first_drawn(classes)}
 
     def metric_names(self) -> list[str]:
         """Mean intersection over union of the classes, and share of pixels with the right class."""
@@ -149,6 +150,12 @@ class Segmentation:
 
     def _counts(self, device: torch.device, score: Any) -> PixelCounts:
         return PixelCounts(self.num_classes, self.ignore_index, device, score)
+
+
+def _first_drawn(classes: Sequence[str]) -> int:
+    """1 if class 0 is the background: its name says so, or is a number, or there are no names; else 0."""
+    name = "".join(classes[:1]).strip("_ ").lower()
+    return int(name in ("", "background", "bg", "void", "unlabeled", "unlabelled", "other", "none") or name.isdigit())
 
 
 def _value(score: PixelCounts, counted: PixelCounts) -> Tensor:

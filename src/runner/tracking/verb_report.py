@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,6 @@ class Report(Console):
         """Show each text, or path, on its own line."""
         for text in texts:
             self.line(str(text))
-
-    def skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
-        """Show what was skipped, each with the reason; nothing if nothing was."""
-        if skipped:
-            self.table("skipped", ["what", "why"], [list(pair) for pair in skipped])
 
     def json(self, record: Mapping[str, Any], **more: Any) -> bool:
         """Print a record as one JSON object if that was asked for, NaN and infinities as null; returns whether it was."""

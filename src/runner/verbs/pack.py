@@ -58,7 +58,7 @@ def run(composition: Composition) -> float:
     if data.images is not None and packer.target == "class":
         problem = "the samples are more than an image and its class number, and not of the data sets of masks and boxes"
         raise UserError("data", problem, "such as data=image_folder, segmentation_folder, coco or yolo")
-    with writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST, lambda: False) as locked:
+    with writing(folder, "output", "a writable folder"), exclusive(folder / MANIFEST) as locked:
         manifest = _begin(packer, clean=locked)
         try:
             skipped = _write(packer, report)

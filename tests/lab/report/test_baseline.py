@@ -44,6 +44,14 @@ def test_repetitions_are_no_alarm() -> None:
     assert sum(alarms) <= 3
 
 
+def test_a_metric_that_the_first_run_lacks_keeps_its_direction() -> None:
+    before = measured(0)
+    before["settings"][0]["runs"][0] |= {"metric": {}, "mode": {}}
+    assert not compare(before, measured(1, val=1.03), {}).worse
+    found = compare(before, measured(1, val=0.96), {})
+    assert [each.measure for each in found.measures if each.verdict == "worse"] == ["val/accuracy"]
+
+
 @pytest.mark.parametrize(
     ("factors", "named"),
     [

@@ -16,7 +16,22 @@ import yaml
 
 import runner
 from runner.base.errors import UserError
+from runner.lab.report.reading import Run
 from runner.tracking.formats import csv_text
+
+
+@pytest.mark.parametrize(
+    ("config", "step_ms"),
+    [({"data.batch_size": 64, "accumulate": 2, "devices": 2}, 200), ({"accumulate": 2}, None), ({}, None)],
+    ids=["batches divided among two processes", "no batch size", "no config"],
+)
+def test_the_time_of_a_step_is_that_of_its_samples_or_unknown(config: Any, step_ms: Any, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"global_step": 1, "epoch": 1, "split": "train", "samples_per_s": 640.0}\n'
+    )
+    run = Run(tmp_path, "finished", config=config)
+    assert run.value("samples_per_s") == 640
+    assert run.value("step_ms") == step_ms
 
 
 def test_200_runs_take_less_than_2_seconds_and_no_torch(many: Any) -> None:

@@ -64,6 +64,18 @@ def test_a_job_that_was_killed_before_it_wrote_anything_is_reported_with_its_rea
     assert (alone.error, len(others)) == (killed["sentence"], 2)
 
 
+def test_seeds_of_a_budget_are_one_row_though_each_measured_its_own_number_of_steps(tmp_path: Path) -> None:
+    for number, (budget, seed) in enumerate([("10m", 0), ("10m", 1), ("20m", 0), (None, 0)]):
+        words = [f"seed={seed}", *([f"budget={budget}"] if budget else ["max_steps=500"])]
+        folder = make_run(tmp_path / f"{number}", words, "finished", 0.9 - number / 100)
+        config = yaml.safe_load((folder / "config.yaml").read_text()) | {"max_steps": 500 + number, "budget": budget}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    table = runner.report(tmp_path).table
+    assert [len(row.runs) for row in table.rows] == [2, 1, 1]
+    assert [row.values["budget"] for row in table.rows] == ["10m", "20m", None]
+    assert "max_steps" not in runner.report(tmp_path / "0", tmp_path / "1", tmp_path / "2").table.keys
+
+
 def test_a_planned_job_whose_folder_was_removed_is_pending_in_both(tmp_path: Path) -> None:
     words = [[rate] for rate in RATES[:2]]
     make_run(tmp_path / "0", words[0], "finished", 0.9)

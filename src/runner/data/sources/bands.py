@@ -80,7 +80,11 @@ def unreduced(path: Path | str, content: bytes | Image.Image | None, max_pixels:
         from torchvision.io import ImageReadMode, decode_image  # takes a second, and few files need it
 
         check_size(path, struct.unpack(">II", head[16:24]), max_pixels)
-        encoded = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+        whole = file.read()
+        for check in ("verify", "load"):  # torchvision ends the process for a damaged file, which Pillow reports
+            with Image.open(io.BytesIO(whole), formats=["PNG"]) as opened:
+                getattr(opened, check)()
+        encoded = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
         return decode_image(encoded, ImageReadMode.UNCHANGED, apply_exif_orientation=True), 1
 
 
@@ -92,7 +96,7 @@ def _tiff(path: Path | str, file: IO[bytes], max_pixels: int) -> tuple[Tensor, i
     with TiffFile(file, name=str(path)) as opened:  # its own name is a number
         page: Any = opened.pages[0]
         check_size(path, (page.imagewidth, page.imagelength), max_pixels)
-        colours, kind, bits = page.photometric.name, str(page.dtype), page.bitspersample
+        colours, kind, bits = getattr(page.photometric, "name", page.photometric), str(page.dtype), page.bitspersample
         # Numbers of 4 or 12 bits are in wider ones
         if kind != f"uint{bits}" or bits not in (8, 16) or colours not in ("MINISBLACK", "RGB"):
             problem = f"its pixels are {colours} of {kind} with {bits} bits"

@@ -86,7 +86,9 @@ def _wrong_outline(outline: Any, sides: Sequence[float], far: float) -> str:
         return f"is not a list of polygons: {str(outline)[:60]}"
     if wrong := [part for part in outline if len(part) < 6 or len(part) % 2]:
         return f"has a part that is not three points or more: {str(wrong[0])[:60]}"
-    if not any(map(_has_area, outline)):
+    # The points of a line are multiples of each other, seen from the first one
+    seen = [[(x - part[0], y - part[1]) for x, y in zip(part[::2], part[1::2], strict=True)] for part in outline]
+    if all(math.isclose(x * b, a * y) for points in seen for (x, y), (a, b) in itertools.pairwise(points)):
         return f"is a line: {str(outline)[:60]}"
     if max(sides) > 1 and max(map(max, outline)) <= 1 < far - 1:
         return f"has fractions of width and height, and its box is in pixels: {str(outline)[:60]}"
@@ -94,12 +96,6 @@ def _wrong_outline(outline: Any, sides: Sequence[float], far: float) -> str:
     if not all(-side <= number <= 2 * side for numbers, side in limits for number in numbers):  # they take memory
         return "is more than a side outside of the image"
     return ""
-
-
-def _has_area(part: Sequence[float]) -> bool:
-    """Tell whether the points of a polygon are not all on one line."""
-    points = [(x - part[0], y - part[1]) for x, y in zip(part[::2], part[1::2], strict=True)]
-    return not all(math.isclose(x * b, a * y) for (x, y), (a, b) in itertools.pairwise(points))
 
 
 def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:

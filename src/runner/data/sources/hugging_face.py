@@ -124,9 +124,8 @@ def _chosen(found: Mapping[str, Any], names: Mapping[str, str | None]) -> dict[s
     """The splits train, val and test among those of the data set."""
     chosen = {}
     for split, given in names.items():
-        name = given
-        if given is None:
-            name = next((each for each in _SPLITS[split] if each in found), "train" if split == "train" else None)
+        usual = next((each for each in _SPLITS[split] if each in found), "train" if split == "train" else None)
+        name = usual if given is None else given
         if name is not None and name not in found:
             problem = f"there is no split '{name}'"
             raise UserError(f"data.dataset.{split}_split", problem, ", ".join(found), nearest(name, found))

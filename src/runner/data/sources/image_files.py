@@ -166,24 +166,20 @@ def files_loader(
     prepare: Pipeline,
     device: torch.device,
     batch_size: int,
-    on_unreadable: Callable[[Sequence[BadSample]], None],
-) -> WorkerLoader:
-    """A loader of `ImageFiles` in their order, with the same errors.
-
-    `on_unreadable` is called with images that cannot be read, at the latest with the batch that they belong to.
-    """
-    files = ImageFiles(paths, data, transforms, shape)
+) -> tuple[Loader, BadSamples]:
+    """A loader of `ImageFiles` in their order, with the same errors; and its unreadable files, known once their batch came."""
+    files, unreadable = ImageFiles(paths, data, transforms, shape), BadSamples()
     everything, blank = AllSamples(len(paths)), files.blank()
     ahead = data.prefetch * batch_size * blank.nbytes
-    workers = choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers
-    return WorkerLoader(
+    loader = WorkerLoader(
         SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
         BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
         device,
         replace(data, persistent_workers=False),
-        workers=workers,
-        on_skipped=on_unreadable,
+        workers=choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers,
+        on_skipped=functools.partial(unreadable.note, "input", files, len(paths)),
     )
+    return loader, unreadable
 
 
 def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[Loader, BadSamples]:

@@ -76,10 +76,11 @@ class Decoding:
     Attributes:
         image_size: every image is cropped to its central square and resized (bilinear, antialiased) to this many pixels a side;
             None keeps the sizes.
-        channels: see `read_image`.
+        channels: 3 for RGB, 1 for grey; others keep those of the file, whatever their number, and its bits.
         crop_share: edge of that square as a share of the shorter side; 0.875 is the usual 224 pixels of 256.
         max_pixels: most pixels that a file may have.
-        decode: what decodes JPEGs, see `read_image`.
+        decode: pillow decodes all files with Pillow; torchcodec decodes whole JPEGs, those with torchcodec that need not be
+            turned; auto and device let torchcodec decode those of which it gives the same pixels in less time, if installed.
         found: channels that every file must have if they are kept, and the dtype; None for any. Unlike the others, it does not
             change pixels.
 
@@ -111,12 +112,56 @@ class Decoding:
         size: int | None = None,
         cut: Cut = middle_square,
     ) -> Tensor:
-        """`read_image` with the other settings; raises `UserError` if the image has others than the `found` channels."""
-        pixels, decode = self.max_pixels, self.decode
-        image = read_image(path, size, self.channels, cut, max_pixels=pixels, content=content, decode=decode)
-        if self.channels in KEPT:
+        """Decode an image file: AVIF if Pillow has it, BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
+
+        The Exif orientation is applied, transparent pixels are composited over white, 16-bit greys are scaled to 8 bits, and
+        palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read. If the channels are kept,
+        transparency is one of them, and 16 bits are kept in PNGs and TIFFs, and grey PGMs.
+
+        Args:
+            path: the file.
+            content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
+            size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
+            cut: the part of the upright image to read; called once, ignored if `size` is None.
+
+        Returns uint8 (channels, H, W), or float32 from 0 to 1 of 16 bits, contiguous. Raises `UserError`, which names the file, if
+        it is missing, truncated, no image or too large, or has others than the `found` channels.
+        """
+        keeps = self.channels in KEPT
+        if keeps and (kept := bands.unreduced(path, content, self.max_pixels)) is not None:
+            planes = _turned(*kept)
+            top, left, rows, columns = cut(*planes.shape[1:]) if size is not None else (0, 0, *planes.shape[1:])
+            planes = bands.in_range(planes[:, top : top + rows, left : left + columns])
+            image = resized(planes, (0, 0, rows, columns), size or (rows, columns))
+        else:
+            image = self._reduced(path, content, size, cut)
+        if keeps:
             bands.check_kind(path, image, *(self.found or (self.channels, None)))
         return image
+
+    def _reduced(self, path: Path | str, content: bytes | Image.Image | None, size: int | None, cut: Cut) -> Tensor:
+        """The image as Pillow has it, by torchcodec where that gives the same."""
+        with _opened(path, content, self.max_pixels) as opened:
+            mode = bands.own_mode(opened) if self.channels in KEPT else "RGB" if self.channels == 3 else "L"
+            if opened.format not in _REDUCIBLE:
+                opened.load()
+            turn, height, width = _upright(opened)
+            region = cut(height, width) if size is not None else (0, 0, height, width)
+            forced = self.decode == "torchcodec" and opened.format in _REDUCIBLE
+            reduction = _reduce(opened, mode, region, None if forced else size)
+            plain = reduction == 1 and turn not in _TURNS and opened.format == "JPEG" and opened.mode == mode == "RGB"
+            # torchcodec turns an image by its own reading of the Exif orientation
+            usable = turn == 1 if forced else plain and self.decode != "pillow"
+            if usable and (whole := _by_torchcodec(opened.fp, "RGB" if mode == "RGB" else "GRAY")) is not None:
+                return resized(whole, region, size or region[2:])
+            opened.load()
+            image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
+            top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
+            if image.size != (columns, rows):
+                image = image.crop((left, top, left + columns, top + rows))
+            pixels = torch.from_numpy(np.array(bands.as_mode(image, mode)))
+        planes = bands.in_range(pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0))
+        return resized(planes, (0, 0, rows, columns), size or (rows, columns))
 
     def state(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """All that the pixels depend on besides the bytes of a file: settings, and versions of libraries."""
@@ -144,72 +189,12 @@ class Encoded:
     dtype = torch.uint8
 
 
-def read_image(
-    path: Path | str,
-    image_size: int | None,
-    channels: Channels = 3,
-    cut: Cut = middle_square,
-    *,
-    max_pixels: int = Data.max_pixels,
-    content: bytes | Image.Image | None = None,
-    decode: Decode = "auto",
-) -> Tensor:
-    """Decode an image file: AVIF if Pillow has it, BMP, GIF, JPEG, PNG, PBM, PGM, PPM, TIFF or WebP, whatever its extension.
-
-    The Exif orientation is applied, transparent pixels are composited over white, 16-bit greys are scaled to 8 bits, and
-    palettes, CMYK and other colour spaces are converted. Of an animation, the first frame is read. If the channels are kept,
-    transparency is one of them, and 16 bits are kept in PNGs and TIFFs, and grey PGMs.
-
-    Args:
-        path, max_pixels: the file, and the most pixels that it may have.
-        image_size: edge of the square that the part is resized to (bilinear, antialiased); None for the whole image.
-        channels: 3 for RGB, 1 for grey; others keep those of the file, whatever their number, and its bits.
-        cut: the part of the upright image to read; called once, ignored if `image_size` is None.
-        content: bytes of a file that is not on disk, or a Pillow image, which is not changed; `path` is its name in messages.
-        decode: pillow decodes all files with Pillow; torchcodec decodes whole JPEGs, those with torchcodec that need not be
-            turned; auto and device let torchcodec decode those of which it gives the same pixels in less time, if installed.
-
-    Returns uint8 (channels, H, W), or float32 from 0 to 1 of 16 bits, contiguous. Raises `UserError`, which names the file, if
-    it is missing, truncated, no image or too large.
-    """
-    keeps = channels in KEPT
-    if keeps and (kept := bands.unreduced(path, content, max_pixels)) is not None:
-        planes = _turned(*kept)
-        rows, columns = planes.shape[1:]
-        if image_size is not None:
-            top, left, rows, columns = cut(rows, columns)
-            planes = planes[:, top : top + rows, left : left + columns]
-        return resized(bands.in_range(planes), (0, 0, rows, columns), image_size or (rows, columns))
-    with _opened(path, content, max_pixels) as opened:
-        mode = bands.own_mode(opened) if keeps else "RGB" if channels == 3 else "L"
-        if opened.format not in _REDUCIBLE:
-            opened.load()
-        turn, height, width = _upright(opened)
-        region = cut(height, width) if image_size is not None else (0, 0, height, width)
-        forced = decode == "torchcodec" and opened.format in _REDUCIBLE
-        reduction = _reduce(opened, mode, region, None if forced else image_size)
-        plain = reduction == 1 and turn not in _TURNS and opened.format == "JPEG" and opened.mode == mode == "RGB"
-        # torchcodec turns an image by its own reading of the Exif orientation
-        usable = turn == 1 if forced else plain and decode != "pillow"
-        if usable and (whole := _by_torchcodec(opened.fp, "RGB" if mode == "RGB" else "GRAY")) is not None:
-            return whole.contiguous() if image_size is None else resized(whole, region, image_size)
-        opened.load()
-        image = opened.transpose(_TURNS[turn]) if turn in _TURNS else opened
-        top, left, rows, columns = _scaled(region, reduction, image.height, image.width)
-        if image.size != (columns, rows):
-            image = image.crop((left, top, left + columns, top + rows))
-        image = bands.as_mode(image, mode)
-        pixels = torch.from_numpy(np.array(image))
-    planes = bands.in_range(pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels.unsqueeze(0))
-    return planes.contiguous() if image_size is None else resized(planes, (0, 0, rows, columns), image_size)
-
-
 def encoded_image(
     path: Path | str, content: bytes | None, decoding: Decoding, image_size: int | None, cut: Cut
 ) -> Encoded | None:
-    """A JPEG as `read_image` would decode it; None for files that a device need not decode to the same image, or not at all.
+    """A JPEG as `Decoding.read` would decode it; None for files that a device need not decode to the same image, or not at all.
 
-    Raises `UserError` as `read_image`; `cut` is not called for None.
+    Raises `UserError` as `Decoding.read`; `cut` is not called for None.
     """
     with _opened(path, content, decoding.max_pixels) as opened:
         colours = (opened.format, opened.mode, decoding.channels) == ("JPEG", "RGB", 3)
@@ -255,9 +240,9 @@ def _turned(whole: Tensor, turn: int) -> Tensor:
 
 
 def read_mask(path: Path | str, *, max_pixels: int = Data.max_pixels, content: bytes | None = None) -> Tensor:
-    """Decode a file with a number for each pixel: the grey value, or the place in the palette; see `read_image`.
+    """Decode a file with a number for each pixel: the grey value, or the place in the palette; see `Decoding.read`.
 
-    Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `read_image` does, for colours without a
+    Returns (H, W), uint8, or int32 if the file has 16 bits. Raises `UserError` as `Decoding.read` does, for colours without a
     palette, and for PPM files.
     """
     with _opened(path, content, max_pixels, "mask") as opened:
@@ -281,7 +266,7 @@ def smaller_file(
     """The extension and the bytes of an image file: its own, unless it is too large.
 
     Args:
-        path, content, max_pixels: see `read_image`.
+        path, content, max_pixels: see `Decoding`.
         max_side: most pixels of the longer side. Larger images are resized (Lanczos), with their aspect ratio, and encoded as
             JPEG, upright and without metadata; transparent pixels become white. None keeps every file.
         quality: of the JPEG, 1 to 95.
@@ -324,7 +309,7 @@ def _opened(
 
 
 def upright_size(path: Path | str, max_pixels: int = Data.max_pixels) -> tuple[int, int]:
-    """Height and width of the image of a file, as `read_image` gives it, with its errors; only the head of the file is read."""
+    """Height and width of the image of a file, as `Decoding.read` gives it, with its errors; only the head of the file is read."""
     with _opened(path, None, max_pixels) as opened:
         return _upright(opened)[1:]
 

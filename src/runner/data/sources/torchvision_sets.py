@@ -9,12 +9,15 @@ from __future__ import annotations
 import errno
 import gzip
 import math
+import signal
 import socket
 import struct
 import warnings
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +25,9 @@ from torch import Tensor
 
 from runner.base.errors import PREEMPTED, UserError
 from runner.base.files import writing
+from runner.base.signals import STOPPING, listening
 from runner.data.bad_samples import Place, one_line
-from runner.data.preparation import exclusive, noticing_signals
+from runner.data.preparation import exclusive
 from runner.data.sources.arrays import ImageArrays
 
 _SILENCE_S = 30.0  # how long a server may send nothing
@@ -196,7 +200,8 @@ def _read(
             raise UserError("data.root", problem, allowed)
         return {split: arrays(split) for split in ("train", "test")}
 
-    def stop() -> None:
+    def stop(number: int, frame: FrameType | None) -> None:
+        handlers[number](number, frame)
         raise DownloadStopped("data.download", f"a signal stopped the download of {name}")
 
     try:
@@ -205,8 +210,11 @@ def _read(
         if fetch is None:
             raise
         unread = error.problems[0].message
+    # Only handlers of the run are wrapped: a default action ends the process anyway
+    found: dict[int, Any] = {number: signal.getsignal(number) for number in STOPPING}
+    handlers = {number: each for number, each in found.items() if callable(each) and each != signal.default_int_handler}
     before, reported = socket.getdefaulttimeout(), writing(folder, "data.root", "a writable folder with space")
-    with noticing_signals(stop) as stopped, reported, exclusive(folder / name, stopped):
+    with listening(stop, [*map(signal.Signals, handlers)]), reported, exclusive(folder / name):
         socket.setdefaulttimeout(_SILENCE_S)
         try:
             fetch()  # only what another process has not downloaded in the meantime

@@ -122,8 +122,6 @@ class RandomFlip:
         """Mirror some of `images`."""
         if self.p == 0:
             return images
-        if self.p == 1:
-            return images.flip(-1)
         if not self.alternate:
             return chosen_from(rng.uniform() < self.p, images.flip(-1), images)
         # A point that moves by p of a circle per epoch is inside an arc of length p at even intervals; exact in integers.

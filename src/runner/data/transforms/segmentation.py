@@ -45,6 +45,5 @@ class ScaleCrop:
         def cut(part: Any, fill: int) -> Any:
             return F.crop(F.pad(F.resize(part, [rows, columns]), padding, fill=fill), top, left, size, size)
 
-        return cut(sample[0], 0), cut(sample[1], self.ignore_index) if isinstance(sample[1], torch.Tensor) else sample[
-            1
-        ]
+        image, mask = sample
+        return cut(image, 0), cut(mask, self.ignore_index) if isinstance(mask, torch.Tensor) else mask

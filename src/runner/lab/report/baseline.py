@@ -158,9 +158,10 @@ def compare(before: dict[str, Any], now: dict[str, Any], tolerance: Mapping[str,
     measures, reasons = [], []
     for setting, old, new in pairs:
         was, is_now = _samples(old, new), _samples(new, old)
+        modes = {name: mode for run in old["runs"] for name, mode in run["mode"].items()}
         own = list[Measure]()
         for name in [name for name in was if name in is_now and name not in (*skipped, "fastest")]:
-            judged = _judge(setting, name, was, is_now, modes=old["runs"][0]["mode"], tolerance=tolerance)
+            judged = _judge(setting, name, was, is_now, modes=modes, tolerance=tolerance)
             # Metrics come first. A lower loss alone means that the training has become easier, or overfits.
             if name == "loss" and judged.verdict == "better" and all(each.verdict != "better" for each in own):
                 why = "lower without a better metric: is augmentation or regularisation missing?"

@@ -110,13 +110,13 @@ class Run:
         found = {"peak_memory_mib": max(memory)} if memory else {}
         if rates and (rate := statistics.median(rates)) > 0:
             found |= {"samples_per_s": rate, "step_ms": 1000 * self.samples_per_step / rate}
-        return found
+        return {name: value for name, value in found.items() if is_number(value)}
 
     @property
     def samples_per_step(self) -> float:
-        """Samples of one optimizer step, over all processes."""
-        parts = map(self.config.get, ("data.batch_size", "accumulate", "devices"))
-        return math.prod(float(part) for part in parts if is_number(part))
+        """Samples of one optimizer step, over all processes; NaN if the config does not say."""
+        parts = map(self.config.get, ("data.batch_size", "accumulate"))
+        return math.prod(float(part) if is_number(part) else math.nan for part in parts)
 
     @functools.cached_property
     def records(self) -> list[dict[str, Any]]:

@@ -196,7 +196,12 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
         if key in shown or within(key, _NEVER) or not (name in given or changes_result(name)):
             continue
         # Of a run without a config, nothing is known but its overrides.
-        known = [bool(run.config) or key in own or key in run.choices for run, own in zip(runs, words, strict=True)]
+        known = [
+            (bool(run.config) or key in own or key in run.choices)
+            # Runs of one budget differ in the steps that were measured, which is no setting
+            and not (key == "max_steps" and run.config.get("budget") and key not in own)
+            for run, own in zip(runs, words, strict=True)
+        ]
         values = [_text(run.value(key)) if is_known else None for run, is_known in zip(runs, known, strict=True)]
         if len({*values} - {None}) < 2 or (name not in given and any(_follows(values, preset) for preset in presets)):
             continue

@@ -127,7 +127,7 @@ class MLflow(Tracker):
 
         self._client = client = MlflowClient(tracking_uri=self.settings["tracking_uri"])
         name, config, tags = self.shown()
-        experiment = self.experiment or str(config.get("name", "data"))
+        experiment = self.experiment or str(config["name"])
         known = client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else client.create_experiment(experiment)
         found = client.search_runs([number], f"tags.`runner.uid` = '{self.uid}'", max_results=1)
@@ -199,7 +199,7 @@ class WandB(Tracker):
         quiet |= {"x_disable_stats": True, "x_disable_meta": True, "init_timeout": 10}
         # Otherwise a process waits for a dead server when it ends.
         quiet |= {"finish_timeout": max(self.wait_s, 1.0), "finish_timeout_raises": True}
-        given: dict[str, Any] = {"project": self.project or str(config.get("name", "data")), "entity": self.entity}
+        given: dict[str, Any] = {"project": self.project or str(config["name"]), "entity": self.entity}
         given |= {"id": self.uid[:16], "name": name, "group": name.rpartition("/")[0] or None}
         given |= {"tags": [str(label)[:64] for label in config.get("tags") or []], "notes": config.get("notes")}
         given |= {"config": config | tags, "dir": str(self.directory.absolute()), "mode": self.settings["mode"]}

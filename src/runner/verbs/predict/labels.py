@@ -61,7 +61,11 @@ class Labels:
         """
         from torchvision import tv_tensors  # takes a second, and most commands do not need it
 
-        size, of_pixels = upright_size(row["path"], self.config.data.max_pixels), "mask" in row
+        size, of_pixels = upright_size(row["path"], self.config.data.max_pixels), self.config.format == "masks"
+        made_of = [row.get(name) for name in (["mask"] if of_pixels else ["boxes", "labels", "scores"])]
+        if not all(isinstance(each, Tensor) and (each.dtype == torch.uint8 or not of_pixels) for each in made_of):
+            needed = "mask, uint8 (B, H, W)" if of_pixels else "boxes, labels and scores, each a list of tensors"
+            raise UserError("task", f"its predict_step gives {', '.join(row)}", f"{needed}; or format=table")
         sides = torch.tensor([*reversed(size)] * 2).double()
         whole = torch.tensor([[0, 0, 1, 1], [0, 0, 0.5, 0.5]]) * sides
         # Clamped boxes would not tell how far a crop shifts
@@ -110,7 +114,7 @@ class Labels:
                     for each in (label, link := folder / "images" / name):
                         each.parent.mkdir(parents=True, exist_ok=True)
                     link.symlink_to(Path(row["path"]).absolute())
-                    if "mask" in row:
+                    if "mask" in row:  # not of other formats, where a label may be the link to the image
                         Image.fromarray(row["mask"].numpy()).save(label)
                     elif label != link:
                         label.write_text(lines)

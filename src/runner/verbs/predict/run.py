@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import glob
 import math
 import os
@@ -12,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -68,8 +67,8 @@ class Source:
     loader: Loader  # gives them in batches
     indices: Indices  # of its samples
     first_cells: Callable[[int, Any], Row]  # the first cells of a sample's row, from its number and its target
-    found: Callable[[], dict[int, str]]  # the samples that this rank could not read so far, by number, with the reason
-    unreadable: dict[int, str] = dataclasses.field(default_factory=dict)  # those of all ranks
+    bad: BadSamples  # those that could not be read so far
+    split: str  # what they are called there
 
 
 @dataclasses.dataclass
@@ -130,7 +129,7 @@ def run(composition: Composition) -> float:
         if not main:
             return 0.0
         seconds = time.perf_counter() - began
-    reasons = [reason for _, reason in sorted(source.unreadable.items())]
+    reasons = [reason for _, reason in sorted(source.bad.reasons(source.split).items())]
     unreadable_list = path.parent / f"{path.stem}_unreadable.txt" if reasons else None
     if unreadable_list is not None:
         write_atomically(unreadable_list, "".join(f"{_one_line(each)}\n" for each in reasons).encode(), named=True)
@@ -181,10 +180,13 @@ def _refuse_keys(config: Predict, keys: Sequence[str], what: str) -> None:
 def _show(record: dict[str, Any], first: list[Row], report: Report) -> None:
     predicted, unreadable = record["predicted"], record["unreadable"]
     if first and not report.as_json:
+
+        def text(value: Any) -> str:  # nested values are JSON in CSV; a path is shown whole
+            shown = number(value) if isinstance(value, float) else str(value)
+            return shorten(shown, 40, placeholder=" ...") if shown.startswith(("[", "{")) else shown
+
         columns = [name for name, value in first[0].items() if not isinstance(value, list | dict)]
-        rows = [
-            [number(row[name]) if isinstance(row[name], float) else str(row[name]) for name in columns] for row in first
-        ]
+        rows = [[text(row[name]) for name in columns] for row in first]
         more = f", the first {len(rows)}" if predicted > len(rows) else ""
         report.table(f"{predicted:,} predicted{more}", columns, rows)
     if unreadable:
@@ -213,7 +215,8 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: to
     if hasattr(task, "predict_step") or config.pictures or (config.data.images is not None and own_steps):
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
         options = {"threshold": config.threshold} if config.format == "masks" and config.threshold else {}
-        predictor = Predictor(made := Predictions(config, task, modules, config.pictures, (), **options), made)
+        made = Predictions(config, task, modules, config.pictures, resolved.classes, **options)
+        predictor = Predictor(made, made)
         if config.format != "table":
             files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
             transforms = callables("transform.sample_eval", config.transform.sample_eval)
@@ -245,7 +248,7 @@ def _predicted(
         with precision.autocast():
             rows = predictor.rows(batch)
             features = predictor.layers.rows(batch.images) if predictor.layers is not None else {}
-        indices, bad = batch.indices.tolist(), source.found()
+        indices, bad = batch.indices.tolist(), source.bad.reasons(source.split)
         targets = batch.targets.tolist() if with_targets else [None] * len(indices)
         readable = [place for place, index in enumerate(indices) if index not in bad]
         rows = [source.first_cells(indices[place], targets[place]) | rows[place] for place in readable]
@@ -260,13 +263,12 @@ def _predicted(
         for first in range(0, batches, ranks.size):
             begin()
             torch.manual_seed(first + ranks.rank)  # what the task draws is that of the batch, as in evaluations
-            parts = ranks.gather((computed(next(own, None)), source.found()))
-            for _, found in parts:
-                source.unreadable.update(found)
-            if strict and source.unreadable:
+            parts = ranks.gather(computed(next(own, None)))
+            source.bad.join(ranks)
+            if strict and (unreadable := source.bad.reasons(source.split)):
                 allowed = "strict=false, which lists such images and continues"
-                raise UserError("input", source.unreadable[min(source.unreadable)], allowed)
-            yield from (part for part, _ in parts if part[0])
+                raise UserError("input", unreadable[min(unreadable)], allowed)
+            yield from (part for part in parts if part[0])
 
 
 def _one_line(reason: str) -> str:
@@ -286,8 +288,8 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
         paths = files_in(words)
         loader, unreadable = _files(resolved, paths, device)
         with contextlib.closing(loader):
-            facts, found = resolved.data_facts(), functools.partial(unreadable.reasons, "input")
-            yield Source(facts, loader, AllSamples(len(paths)), lambda index, _: {"path": str(paths[index])}, found)
+            facts, every = resolved.data_facts(), AllSamples(len(paths))
+            yield Source(facts, loader, every, lambda index, _: {"path": str(paths[index])}, unreadable, "input")
         return
     (name,) = named
     if Path(name).is_dir():
@@ -303,16 +305,16 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
             cells: Row = {"sample": index} if file is None else {"sample": index, "path": file}
             return cells if target is None else cells | target_cells(target, classes, activation)
 
-        yield Source(data, loader, indices, first_cells, functools.partial(data.bad_samples.reasons, name))
+        yield Source(data, loader, indices, first_cells, data.bad_samples, name)
 
 
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:
     """A loader of image files, and those that cannot be read."""
-    config, data, unreadable = resolved.config, resolved.data_facts(), BadSamples()
+    config, data = resolved.config, resolved.data_facts()
     if config.data.images is not None:
         return samples_loader(config, device, paths)
     batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
-    loader = files_loader(
+    return files_loader(
         paths,
         config.data,
         transforms=callables("transform.sample_eval", config.transform.sample_eval),
@@ -320,9 +322,7 @@ def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: tor
         prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
         device=device,
         batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
-        on_unreadable=unreadable.noting("input", SimpleNamespace(path=paths.__getitem__), len(paths)),
     )
-    return loader, unreadable
 
 
 def files_in(words: Sequence[str]) -> list[Path]:
