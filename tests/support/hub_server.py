@@ -55,7 +55,9 @@ class Hub(LocalServer):
         if path.endswith(".git/info/lfs/objects/batch"):
             upload = f"http://localhost:{self.port}/large/"
             objects = lines[0]["objects"]
-            return 200, {"objects": [each | {"actions": {"upload": {"href": upload + each["oid"]}}} for each in objects]}
+            return 200, {
+                "objects": [each | {"actions": {"upload": {"href": upload + each["oid"]}}} for each in objects]
+            }
         _, name, action = re.split("/api/models/|/(?=preupload|commit)", path)
         if action == "preupload/main":
             modes = {True: "lfs", False: "regular"}

@@ -289,12 +289,14 @@ def _of_verbs(config: Train) -> Broken:
     if isinstance(config, Audit) and config.a is not None and config.vary:
         yield "vary", "has no effect on checkpoints that are there", "vary={}, or neither a nor b"
     if isinstance(config, Export):
-        if not config.format:
+        if config.format == []:
             yield "format", "names no format", "one or several of safetensors, torch_export, onnx, torchscript"
         if not config.batch_sizes:
             yield "batch_sizes", "names no batch size", "such as [1,8]"
         if config.hub is None and not config.push:
             yield "push", "has no effect without hub", "hub=user/name"
+        if config.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.hub):
+            yield "hub", "is no repository", "hub=user/name"
     ending = PurePath(getattr(config, "output", None) or "").suffix
     if isinstance(config, Inspect) and config.features and ending not in ("", *FEATURE_FILES):
         allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"

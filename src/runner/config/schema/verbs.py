@@ -76,7 +76,7 @@ Format = Literal["safetensors", "torch_export", "onnx", "torchscript"]
 class Export(Train):
     """Keys of `export`: the formats, what goes into them, and how closely they have to agree with the model."""
 
-    format: Format | list[Format] = "torch_export"
+    format: Format | list[Format] | None = None
     weights: Weights = "auto"
     include_preprocessing: bool = False
     batch_sizes: list[Count] = field(default_factory=lambda: [1, 8])

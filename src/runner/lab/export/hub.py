@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from runner import __version__
 from runner.base.files import write_atomically
 from runner.base.reading import read_overrides, read_summary
 from runner.checkpoint import file, find
@@ -42,21 +43,29 @@ def writer(resolved: ResolvedCheckpoint[Any], data: DataFacts) -> Writer:
 def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: Path, named: bool) -> list[Path]:
     """Write the config, and a model card for `record`, the content of model.json; for `named` see `replacing`."""
     contents, path, repository = resolved.found.contents, resolved.found.path, resolved.config.hub
-    run, page = run_directory_of(path) or path, ["---", "library_name: runner", "tags: [runner]", "---"]
-    page += [f"# {repository}", "```bash", f"python -m runner predict ckpt_path=hf://{repository} input=photos/", "```"]
+    place, run = f"hf://{repository}", run_directory_of(path) or path
+    page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {repository}", "```bash"]
+    page += ["pip install 'runner[huggingface]'", f"python -m runner predict ckpt_path={place} input=photos/"]
+    page += [f"python -m runner train init_from={place}", "```"]
     if resolved.config.data.images is None:  # which `load` is for
-        page += ["```python", "import runner", "", f'runner.load("hf://{repository}").predict("photo.jpg")', "```"]
+        page += ["```python", "import runner", "", f'runner.load("{place}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
         page += ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
-    metrics, summary = dict(contents["metrics"].get("last") or {}), read_summary(run) or {}
-    if (summary.get("test_step"), summary.get("test_weights", "raw")) == (record["global_step"], record["weights"]):
+    saved, step, kind, summary = contents["metrics"], record["global_step"], record["weights"], read_summary(run) or {}
+    # The last evaluation was of these weights at the step of the best one, and has metrics of raw and averaged weights
+    note = "" if (saved["best"] or {}).get("global_step") == step else " (last evaluation)"
+    average = f"val/{(contents['averaged'] or {}).get('kind')}_"
+    own = {name: value for name, value in saved.get("last", {}).items() if name.startswith(average) == (kind != "raw")}
+    metrics = {f"{name}{note}": value for name, value in own.items()}
+    if (summary.get("test_step"), summary.get("test_weights", "raw")) == (step, kind):
         metrics |= {f"test/{name}": value for name, value in summary["test"].items()}  # others were not tested
     measured = record["metrics"]["model"] if "split" in record else {}
     metrics |= {f"{record['split']}/{name}": value for name, value in measured.items()}
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
     facts["data"] = resolved.config.data.name
-    facts |= {f"{name} samples": str(split["samples"]) for name, split in contents["metrics"]["data"].items()}
-    facts |= {name: number(value) for name, value in metrics.items()} | contents["versions"]
+    facts |= {f"{name} samples": str(split["samples"]) for name, split in saved["data"].items()}
+    facts |= {name: number(value) for name, value in metrics.items()}
+    facts |= {"runner": __version__, "torch": str(contents["versions"].get("torch"))}
     page += ["## Facts", *markdown_table(["", ""], [*map(list, facts.items())]), "", "model.json has more.", ""]
     for name, text in (("config.yaml", contents["config"]), ("README.md", "\n".join(page))):
         write_atomically(folder / name, text.encode(errors="replace"), named=named)

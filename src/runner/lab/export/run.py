@@ -57,9 +57,10 @@ def run(composition: Composition) -> float:
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
     config = dataclasses.replace(resolved.config, channels_last=False, matmul_precision=None, detect_anomaly=False)
     resolved = dataclasses.replace(resolved, config=config)
-    chosen = list(dict.fromkeys(from_checkpoint.as_list(config.format)))
-    if config.hub is not None:
-        chosen = ["safetensors", *(chosen if any(word.startswith("format=") for word in resolved.words) else [])]
+    default = ["torch_export" if config.hub is None else "safetensors"]
+    chosen = list(dict.fromkeys([*(default if config.hub else []), *from_checkpoint.as_list(config.format)])) or default
+    if config.hub is not None and config.push:
+        require("hub", "runner[huggingface]", "huggingface_hub", otherwise=", or push=false")
     if "onnx" in chosen:
         others = ", ".join(name for name in FORMATS if name != "onnx")
         require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
@@ -112,15 +113,17 @@ def run(composition: Composition) -> float:
     record |= {"split": config.split or "val", "metrics": metrics} if measures else {}
     written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
     write_json(written[-1], record, named=named)
+    report.line(resolved.described())
+    _show(compared, metrics, config.split or "val", report)
     # The files are written even if one differs, so that the difference can be studied
     held = [each for each in compared if each["format"] != _INT8]  # which is rounded, so its metrics count
     worst = next((each for each in held if not each["max_rel"] <= config.tolerance), None)  # NaN is worse, too
     if config.hub is not None:
         written += hub.describe(resolved, record, folder, named)
-        record |= {"hub": hub.push(config.hub, written)} if config.push and worst is None else {}
-    report.line(resolved.described())
-    _show(compared, metrics, config.split or "val", report)
-    report.lines(*written, *([record["hub"]] if "hub" in record else []))
+    report.lines(*written)
+    if config.hub is not None and config.push and worst is None:
+        record["hub"] = hub.push(config.hub, written)
+        report.line(record["hub"])
     report.json(record, written=[str(path) for path in written])
     if worst is not None:
         apart = f"differs from the model by {worst['max_rel']:.2g} of its largest output at batch size {worst['batch_size']}"
