@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from PIL import Image
 from safetensors.torch import load_file, save
 
 from faults import forging
-from runner.checkpoint.file import read
+from runner import __version__
+from runner.checkpoint.file import read, write
 
 pytestmark = needs("huggingface")
 SMALL = ("epochs=1", "model=mlp", "model.hidden=[8]")
@@ -87,6 +89,9 @@ def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint
         f"| val/accuracy | {best['metrics']['last']['val/accuracy']:.4g} |",
         record["weights_sha256"],
         f"| torch | {best['versions']['torch']} |",
+        f"| runner | {__version__} |",
+        "pip install runner[huggingface]",
+        "init_from=hf://user/digits",
         f"| train samples | {best['metrics']['data']['train']['samples']} |",
         'runner.load("hf://user/digits")',
     ):
@@ -196,6 +201,7 @@ def test_the_files_are_written_without_the_hub(
     for said in (rejected(*words).err, rejected("predict", "ckpt_path=hf://user/digits", "input=.").err):
         assert "needs packages that are not installed: huggingface_hub" in said
         assert "runner[huggingface]" in said
+    assert not (trained / "export").exists(), "a missing package is told before anything is written"
     others = ("format=torch_export", "include_preprocessing=true", "split=train")
     accepted(*words, "push=false", "output=shared", *others)
     assert "| train/accuracy | " in Path("shared/README.md").read_text()
@@ -209,15 +215,49 @@ def test_the_files_are_written_without_the_hub(
     )
 
 
-def test_an_average_is_shared_as_the_weights(train: Any, json_of: Any) -> None:
-    last = train(*SMALL, "ema=0.9", "evaluate.test=false").directory / "checkpoints" / "last.safetensors"
+def test_an_average_is_shared_as_the_weights_without_passwords(train: Any, json_of: Any) -> None:
+    noted = ("notes='see https://me:opensesame@host/x'", "evaluate.test=false")
+    last = train(*SMALL, "ema=0.9", *noted).directory / "checkpoints" / "last.safetensors"
     words = ("threads=1", "hub=user/digits", "push=false", "weights=averaged", "output=shared")
     record = json_of("export", f"ckpt_path={last}", *words)
     shared = read(Path("shared/model.safetensors"))
     assert record["weights"] == "ema"
     assert shared["averaged"] is None
     assert all(torch.equal(shared["model"][name], value) for name, value in read(last)["averaged"]["weights"].items())
+    files = {path.name: path.read_bytes() for path in Path("shared").iterdir()}
+    # The card has the metrics of these weights, and not those of the raw ones
+    card = files["README.md"].decode()
+    assert f"| val/ema_accuracy | {shared['metrics']['last']['val/ema_accuracy']:.4g} |" in card
+    assert "| val/accuracy" not in card
+    assert b"https://me:***@host" in files["config.yaml"]
+    assert not [name for name, content in files.items() if b"opensesame" in content]
 
 
-def test_push_without_hub_is_told(problems: Any) -> None:
-    assert set(problems("push=false", verb="export")) == {"push"}
+def test_the_card_says_that_metrics_are_of_an_earlier_evaluation(accepted: Any, trained: Path) -> None:
+    # As a killed run leaves it: trained for another step after the evaluation
+    contents, folder = read(trained / "checkpoints" / "best.safetensors"), trained / "checkpoints"
+    contents["position"]["global_step"] += 1
+    write(folder / "step_later.safetensors", contents)
+    accepted("export", f"ckpt_path={folder}/step_later.safetensors", "threads=1", "hub=user/digits", "push=false")
+    card = (trained / "export" / "README.md").read_text()
+    assert f"| val/accuracy (last evaluation) | {contents['metrics']['last']['val/accuracy']:.4g} |" in card
+    assert "| val/accuracy |" not in card
+    assert "test/" not in card  # which was of other weights
+
+
+def test_a_model_that_differs_is_written_and_not_uploaded(hub: Hub, spawn: Any, trained: Path) -> None:
+    contents = read(trained / "checkpoints" / "best.safetensors")
+    next(iter(contents["model"].values())).fill_(math.nan)
+    write(trained / "checkpoints" / "best.safetensors", contents)
+    result = spawn("export", f"ckpt_path={trained}", "threads=1", "hub=user/digits")
+    assert (result.returncode, "differs from the model" in result.stderr) == (1, True), result.stderr
+    assert (trained / "export" / "README.md").is_file()
+    assert hub.repositories == {}
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [("push=false", "push"), ("hub=digits", "hub"), ("hub=hf://user/digits", "hub"), ("hub=user/a/b", "hub")],
+)
+def test_keys_of_the_hub_that_cannot_be(word: str, key: str, problems: Any) -> None:
+    assert set(problems(word, verb="export")) == {key}
