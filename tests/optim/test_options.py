@@ -28,6 +28,7 @@ FACTS: dict[str, Any] = {
 _OF_EXTRAS = {
     "timm": "timm",
     "smp": "smp",
+    "rtdetr_r18": "transformers",
     "transformers_detection": "transformers",
     "transformers_segmentation": "transformers",
 }
