@@ -13,9 +13,11 @@ import pytest
 import torch
 from extended import some
 from extras import needs
+from PIL import Image
 from tiny_detectors import FAMILIES, RT_DETR, WORDS
 
 from runner.base.errors import UserError
+from runner.data.sources.detection import yolo
 from runner.models.transformers_detection import detector
 
 pytestmark = [needs("detection"), needs("transformers")]
@@ -209,6 +211,23 @@ def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, d
         "*backbone": pytest.approx(rates["all others"] / 10),
         "*backbone, no decay": pytest.approx(rates["all others"] / 10),
     }
+
+
+@pytest.mark.extended
+def test_images_of_four_channels_train_a_detector_of_as_many(train: Any, accepted: Any, drawn: Path) -> None:
+    for path in drawn.rglob("*.png"):
+        image = Image.open(path)
+        image.putalpha(image.getchannel(0))
+        image.save(path)
+    words = ("data.dataset.channels=auto", "model.options.backbone_config.num_channels=4", "transform=none")
+    mosaic = "transform.sample_train=[{_target_: runner.data.transforms.detection.Mosaic, p: 1}]"
+    directory = train(*WORDS, *words, mosaic).directory
+    accepted("predict", f"ckpt_path={directory}", "input=drawn/images/val", "output=found.jsonl", "threads=1")
+    assert len(Path("found.jsonl").read_text().splitlines()) == 5
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    image, target = yolo("drawn", channels="auto")["val"][0]
+    assert image.shape == (4, 32, 40)
+    assert len(target["boxes"]) == 1
 
 
 def test_a_run_whose_boxes_are_no_numbers_has_diverged(run: Callable[..., Any], drawn: Path) -> None:
