@@ -22,6 +22,10 @@ from runner.models.transformers_detection import detector
 
 pytestmark = [needs("detection"), needs("transformers")]
 MOSAIC = "transform.sample_train.1.p=1"
+OF_TORCHVISION = (
+    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "model=torchvision_detection",
+    "model.name=fasterrcnn_mobilenet_v3_large_320_fpn",
+)  # fmt: skip
 
 
 def batch() -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
@@ -200,12 +204,13 @@ def test_drawn_boxes_are_found_after_200_steps(
     assert {label for row in rows for label in row["labels"]} <= {1, 2}
 
 
-def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, drawn: Path) -> None:
+@pytest.mark.parametrize("words", [WORDS, OF_TORCHVISION], ids=["transformers", "torchvision"])
+def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, drawn: Path, words: tuple[str, ...]) -> None:
     from runner.config.load import resolve_config
     from runner.config.schema.train import Train
     from runner.train import build_run
 
-    run = build_run(resolve_config(compose(*WORDS), Train))
+    run = build_run(resolve_config(compose(*words), Train))
     rates = {group["name"]: group["lr"] for group in run.state.optimizer.param_groups}
     assert {name: rate for name, rate in rates.items() if "backbone" in name} == {
         "*backbone": pytest.approx(rates["all others"] / 10),
