@@ -19,11 +19,11 @@ _WORKERS = (*_STRONG, "data.placement=disk", "epochs=3")
 _OWN = (f"--config-dir={Path(__file__).with_name('conf')}", "model=mlp", "~model.hidden", "~model.dropout")
 _VECTORS = (*_OWN, "experiment=vectors", "epochs=4")
 _DETR = (
-    *_OWN, "experiment=boxes", "transform=detection", "transform.close_epochs=1", "transform.sample_train.1.p=1", "epochs=3",
+    _OWN[0], "experiment=boxes", "transform=detection", "transform.close_epochs=1", "transform.sample_train.1.p=1", "epochs=3",
     "data.dataset.samples=60", "data.batch_size=4", "evaluate.batch_size=4", "ema=0.9", "grad_clip.norm=0.1",
     "optimizer=adamw", "optimizer.no_decay=auto", "optimizer.lr_mult={net.model.backbone:0.1}",
-    "model._target_=runner.models.transformers_detection.detector", "+model.name=rt_detr_v2", "+model.size=64",
-    "+model.options={d_model:32,encoder_hidden_dim:32,encoder_ffn_dim:32,decoder_ffn_dim:32,encoder_layers:1,decoder_layers:2,"
+    "model=transformers_detection", "model.size=64",
+    "model.options={d_model:32,encoder_hidden_dim:32,encoder_ffn_dim:32,decoder_ffn_dim:32,encoder_layers:1,decoder_layers:2,"
     "encoder_attention_heads:2,decoder_attention_heads:2,num_queries:20,num_denoising:10,encoder_in_channels:[16,16,32],"
     "decoder_in_channels:[32,32,32],backbone_config:{model_type:rt_detr_resnet,embedding_size:8,hidden_sizes:[8,16,16,32],"
     "depths:[1,1,1,1],layer_type:basic,out_indices:[2,3,4]}}",
@@ -115,7 +115,7 @@ def configurations() -> dict[str, tuple[str, ...]]:
 
 def whole(words: tuple[str, ...]) -> tuple[str, ...]:
     """A configuration with what all have in common."""
-    return (*COMMON, *(() if "model=mlp" in words else ("model.width=4",)), *words)
+    return (*COMMON, *(() if any(word.startswith("model=") for word in words) else ("model.width=4",)), *words)
 
 
 def directory(path: Path) -> str:
