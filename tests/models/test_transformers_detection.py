@@ -205,7 +205,9 @@ def test_drawn_boxes_are_found_after_200_steps(
 
 
 @pytest.mark.parametrize("words", [WORDS, OF_TORCHVISION], ids=["transformers", "torchvision"])
-def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, drawn: Path, words: tuple[str, ...]) -> None:
+def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(
+    compose: Any, drawn: Path, words: tuple[str, ...]
+) -> None:
     from runner.config.load import resolve_config
     from runner.config.schema.train import Train
     from runner.train import build_run

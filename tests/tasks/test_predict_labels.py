@@ -122,7 +122,13 @@ def test_boxes_are_read_as_training_data_in_the_pixels_of_the_images(
         assert boxes == [pytest.approx(OBJECTS[name], abs=1.01 if name.endswith("jpg") else 1e-4)]
     read = ("data=yolo",) if kind == "yolo" else COCO_MADE
     assert train(
-        *SMALL, "experiment=detection_torchvision", *read, "data.root=made", "data.split.val=0.4", "data.batch_size=1", MODEL
+        *SMALL,
+        "experiment=detection_torchvision",
+        *read,
+        "data.root=made",
+        "data.split.val=0.4",
+        "data.batch_size=1",
+        MODEL,
     ).summary["global_step"]
 
 
