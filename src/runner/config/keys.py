@@ -187,9 +187,7 @@ def put(values: Any, key: str, value: Any) -> None:
     part, _, rest = key.partition(".")
     place, inner = int(part) if isinstance(values, list) else part, at(values, part)
     if rest:
-        if not isinstance(inner, dict) and not (
-            isinstance(inner, list) and at(inner, rest.partition(".")[0]) is not ...
-        ):
+        if not isinstance(inner, dict) and at(inner, rest.partition(".")[0]) is ...:
             inner = values[place] = {}
         put(inner, rest, value)
     elif value is not ...:
