@@ -129,6 +129,7 @@ class DetectionImages(ImageFolder):
         masks: bool = False,
         max_pixels: int = Data.max_pixels,
         on_error: OnError = "raise",
+        *,
         channels: Channels = 3,
     ) -> None:
         if masks:
@@ -256,7 +257,7 @@ def coco(
         listing.check_names("data.dataset", path, list(theirs.values()))
         if differing := sorted(theirs.items() ^ names.items()):
             raise UserError("data.dataset", f"{path} has other categories than {train_annotations}: {differing[0]}")
-        made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error, channels)
+        made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error, channels=channels)
         if empty:
             made[split].warnings.append(f"{path}: {empty:,} boxes of zero width or height are dropped")
     return made
@@ -305,6 +306,7 @@ def yolo(
     masks: bool = False,
     max_pixels: int = Data.max_pixels,
     on_error: OnError = "raise",
+    *,
     channels: Channels = 3,
 ) -> dict[str, DetectionImages]:
     """Data sets of YOLO's text files: `images/train/a.jpg` has the objects of `labels/train/a.txt`, none without that file.
@@ -358,7 +360,7 @@ def yolo(
             lacking = places[-1] if places[-1].parent.is_dir() else f"folder {places[-1].parent}"
             allowed = "text files there, or another data.dataset.description"
             raise UserError("data.dataset", f"no image of '{split}' has an object: there is no {lacking}", allowed)
-        made[split] = DetectionImages(images, names, masks, max_pixels, on_error, channels)
+        made[split] = DetectionImages(images, names, masks, max_pixels, on_error, channels=channels)
         made[split].warnings += listing.unread_warnings(folder, len(unread))
     return made
 
