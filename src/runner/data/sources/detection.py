@@ -110,9 +110,9 @@ def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
 class DetectionImages(ImageFolder):
     """Image files with objects; item i is (image, target).
 
-    The image is uint8 (3, H, W), or as `Decoding.read` gives it for other `channels`. The target is a dict of `boxes`, float32 (N, 4)
-    as left, top, right, bottom in pixels, `labels`, int64 (N,) from 1 on, `iscrowd`, int64 (N,), `image_id`, int, and with
-    `masks` of `masks`, uint8 (N, H, W).
+    The image is uint8 (3, H, W), or as `Decoding.read` gives it for other `channels`. The target is a dict of `boxes`, float32
+    (N, 4) as left, top, right, bottom in pixels, `labels`, int64 (N,) from 1 on, `iscrowd`, int64 (N,), `image_id`, int, and
+    with `masks` of `masks`, uint8 (N, H, W).
     Image, boxes and masks are `torchvision.tv_tensors`. The first of `classes` has label 1.
 
     Raises `UserError` if an image cannot be used; with `on_error=skip` only when it is read.
