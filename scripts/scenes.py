@@ -46,12 +46,18 @@ KIND_OF = [1, 2, 1, 1, 1, 3, 1, 3, 4, 3]  # of each of the ten classes
 ENDS = (("images", "/images"), ("annotations", ".json"))
 METRICS = {"detection": "map_50", "segmentation": "miou"}
 SCENES = {
-    "detection": ["experiment=detection", "transform=detection_ssd", "model=fcos", "optimizer.lr=0.002", "epochs=2"],
+    "detection": [
+        "experiment=detection_torchvision",
+        "transform=detection_ssd",
+        "model=fcos",
+        "optimizer.lr=0.002",
+        "epochs=2",
+    ],
     "segmentation": ["experiment=segmentation", "model=unet", "optimizer.lr=0.005", "epochs=4"],
 }
 PHOTOGRAPHS = {
     "detection": [
-        "experiment=detection",
+        "experiment=detection_torchvision",
         "transform=detection_ssd",
         "data=yolo",
         "model=fcos",

@@ -238,6 +238,7 @@ CONFIG = "# @package _global_\n# x\n# train\nold:\n  key: 1\n"
         (("on_nonfinite=rollback",), "on_nonfinite", "can no longer be rollback"),
         (("on_oom=split",), "on_oom", "no longer exists"),
         (("optimizer=ancient",), "optimizer", "can no longer be ancient"),
+        (("experiment=detection_rtdetr",), "experiment", "can no longer be detection_rtdetr"),
         (("data.mirror=http://a",), "data.mirror", "no longer exists"),
         (("data=mnist", "data.dataset.mirror=[http://a]"), "data.dataset.mirror", "no longer exists"),
         (("data.identity=full",), "data.identity", "can no longer be full"),

@@ -86,7 +86,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "pets_fpn": ("segmentation_models.pytorch, examples/binary_segmentation_intro.ipynb", _PETS),
     "camvid_fpn": ("segmentation_models.pytorch, examples/camvid_segmentation_multiclass.ipynb", _CAMVID),
     "voc_faster_rcnn": ("MMDetection, faster-rcnn_r50_fpn_1x_voc0712", _VOC),
-    "detection_rtdetr": ("RT-DETR, rtdetrv2_r18vd_120e_coco.yml and include/optimizer.yml", _RTDETR),
+    "detection": ("RT-DETR, rtdetrv2_r18vd_120e_coco.yml and include/optimizer.yml", _RTDETR),
 }
 """Source and hyper-parameters of each experiment."""
 

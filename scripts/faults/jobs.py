@@ -18,6 +18,18 @@ _WORKERS = (*_STRONG, "data.placement=disk", "epochs=3")
 
 _OWN = (f"--config-dir={Path(__file__).with_name('conf')}", "model=mlp", "~model.hidden", "~model.dropout")
 _VECTORS = (*_OWN, "experiment=vectors", "epochs=4")
+_DETR = (
+    _OWN[0], "experiment=boxes", "transform=detection", "transform.close_epochs=1", "transform.sample_train.1.p=1", "epochs=3",
+    "data.dataset.samples=60", "data.batch_size=4", "evaluate.batch_size=4", "ema=0.9", "grad_clip.norm=0.1",
+    "optimizer=adamw", "optimizer.no_decay=auto", "optimizer.lr_mult={net.model.backbone:0.1}",
+    "model=transformers_detection", "model.size=64",
+    "model.options={d_model:32,encoder_hidden_dim:32,encoder_ffn_dim:32,decoder_ffn_dim:32,encoder_layers:1,decoder_layers:2,"
+    "encoder_attention_heads:2,decoder_attention_heads:2,num_queries:20,num_denoising:10,encoder_in_channels:[16,16,32],"
+    "decoder_in_channels:[32,32,32],backbone_config:{model_type:rt_detr_resnet,embedding_size:8,hidden_sizes:[8,16,16,32],"
+    "depths:[1,1,1,1],layer_type:basic,out_indices:[2,3,4]}}",
+)  # fmt: skip
+ANY_WORKERS = "data.num_workers=0,1,2"
+"""One of these numbers for each life of a run."""
 _NETWORK = ("model._target_=torch.nn.Linear", "+model.in_features=8", "+model.out_features=64")
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
@@ -69,6 +81,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
         *_OWN, "experiment=boxes", "model._target_=faults.scenes.Detector", "data.batch_size=7", "epochs=2", "accumulate=2",
         "grad_clip.norm=1.0", "data.num_workers=2",
     ),
+    "RT-DETRv2, mosaics, 0 to 2 workers": (*_DETR, ANY_WORKERS),
     "all together": (
         *_STRONG, "accumulate=3", "amp=fp16", "data.placement=disk", "data.num_workers=2", "evaluate.every_steps=4",
         "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.transforms.mixing.Mixup}", "epochs=5",
@@ -102,7 +115,7 @@ def configurations() -> dict[str, tuple[str, ...]]:
 
 def whole(words: tuple[str, ...]) -> tuple[str, ...]:
     """A configuration with what all have in common."""
-    return (*COMMON, *(() if "model=mlp" in words else ("model.width=4",)), *words)
+    return (*COMMON, *(() if any(word.startswith("model=") for word in words) else ("model.width=4",)), *words)
 
 
 def directory(path: Path) -> str:

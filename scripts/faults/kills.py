@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.jobs import SLOW, configurations, directory
+from faults.jobs import ANY_WORKERS, SLOW, configurations, directory
 from faults.lives import Life, begin, fingerprint, live, marking
 from faults.table import Bench, Row
 
@@ -34,7 +35,8 @@ def reference(words: tuple[str, ...], folder: Path) -> Reference:
     """Run a configuration without a fault."""
     mark = folder / "reference.began"
     folder.mkdir(parents=True, exist_ok=True)
-    life = begin([*words, directory(folder / "reference")], folder / "reference.log", marking(mark))
+    own = _with_workers(words, random.Random(0))
+    life = begin([*own, directory(folder / "reference")], folder / "reference.log", marking(mark))
     while not mark.exists() and not life.ended():
         time.sleep(0.002)
     began = time.perf_counter()
@@ -104,7 +106,7 @@ def _torment(words: tuple[str, ...], kills: int, row: Row, bench: Bench, folder:
             run, struck = _killed_once(left_alone, run, bench, folder / f"run_{number}.log")
             killed += struck
             early += struck and not _last(run).exists()
-        run, life = _resumed(left_alone, run, number, folder)
+        run, life = _resumed(_with_workers(words, bench.draw), run, number, folder)
         found = fingerprint(run) if life.status == 0 else f"status {life.status}: {life.said()[-1500:]}"
         broken = "" if found == left_alone.weights else f"{run} has {found} instead of {left_alone.weights}"
         for _ in range(killed):
@@ -127,6 +129,11 @@ def continued(run: Path, number: int = 0) -> tuple[list[str], Path]:
     return [f"ckpt_path={run}", directory(target)], target
 
 
+def _with_workers(words: tuple[str, ...], draw: random.Random) -> list[str]:
+    """The words of a life, with a number of workers of its own if the run may have any."""
+    return [f"data.num_workers={draw.randrange(3)}" if word == ANY_WORKERS else word for word in words]
+
+
 def _killed_once(left_alone: Reference, run: Path, bench: Bench, log: Path) -> tuple[Path, bool]:
     """Start or continue a run and kill it at a random moment; tells where it is, and whether it was not over by then.
 
@@ -135,7 +142,7 @@ def _killed_once(left_alone: Reference, run: Path, bench: Bench, log: Path) -> t
     more, run = continued(run, 1)
     mark = log.with_suffix(".began")
     mark.unlink(missing_ok=True)
-    life = begin([*left_alone.words, *more], log, marking(mark))
+    life = begin([*_with_workers(left_alone.words, bench.draw), *more], log, marking(mark))
     while not mark.exists() and not life.ended():
         time.sleep(0.002)
     begin_s = 0.0
@@ -150,9 +157,9 @@ def _killed_once(left_alone: Reference, run: Path, bench: Bench, log: Path) -> t
     return run, life.status == -9
 
 
-def _resumed(left_alone: Reference, run: Path, number: int, folder: Path) -> tuple[Path, Life]:
+def _resumed(words: list[str], run: Path, number: int, folder: Path) -> tuple[Path, Life]:
     more, run = continued(run, number)
-    return run, live([*left_alone.words, *more], folder / f"run_{number}_rest.log")
+    return run, live([*words, *more], folder / f"run_{number}_rest.log")
 
 
 def section(bench: Bench) -> list[Row]:

@@ -309,7 +309,7 @@ def test_show_says_what_a_path_stands_for_and_copy_refuses_it(workdir, capsys, r
     lay_out(workdir)
     assert show(["data=one/annotations.json"]) == 0
     out = capsys.readouterr().out
-    assert "experiment=detection data=coco data.root='one'" in out
+    assert "experiment=detection_torchvision data=coco data.root='one'" in out
     assert "conf/data/coco.yaml" in out
     assert (
         "copy: data has no option 'one/annotations.json'" in rejected("copy", "data=one/annotations.json", "mine").err

@@ -41,11 +41,26 @@ def overlaid(original, compose):
         (["grad_clip={value: 2}"], {"grad_clip.value": ("null", "2")}),
         (["performance=fast"], {"amp": ("false", "auto"), "channels_last": ("false", "true")}),
         (["trust=[a,b]", "tags=[]"], {"trust": ("[]", "[a, b]")}),
+        (
+            ["optimizer.lr_mult={stages.0: 0.1}"],
+            {"optimizer.lr_mult": ("null", "-"), "optimizer.lr_mult.stages.0": ("-", "0.1")},
+        ),
     ],
     ids=str,
 )
 def test_a_value_a_mapping_and_a_preset_set_their_keys_and_no_other(words, expected, overlaid):
     assert overlaid(*words)[1] == expected
+
+
+def test_a_value_inside_a_list_leaves_the_rest_of_the_list(overlaid, original):
+    values, changed = overlaid("transform.train.1.p=0.5")
+    assert set(changed) == {"transform.train"}
+    first, second = values["transform"]["train"]
+    assert [first, {**second, "p": 0}] == [
+        original["transform"]["train"][0],
+        {**original["transform"]["train"][1], "p": 0},
+    ]
+    assert second["p"] == 0.5
 
 
 def test_a_group_replaces_its_section_whole(original, overlaid, compose):

@@ -28,7 +28,7 @@ from runner.data.sources.masks import segmentation_folder
 from runner.data.sources.shards import shards
 
 MASKS = ("experiment=segmentation", "data.root=shapes", "data.image_size=24")
-BOXES = ("experiment=detection", "data.root=drawn", *drawn_objects.COCO)
+BOXES = ("experiment=detection_torchvision", "data.root=drawn", *drawn_objects.COCO)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_boxes_and_instance_masks_are_those_of_the_annotations(
 @needs("detection")
 def test_yolo_is_packed_in_shares_of_the_sides(drawn: Path, accepted: Any) -> None:
     (drawn / "classes.txt").write_text("tall\nwide\n")
-    accepted("pack", "experiment=detection", "data=yolo", "data.root=drawn", "output=out", "max_side=20")
+    accepted("pack", "experiment=detection_torchvision", "data=yolo", "data.root=drawn", "output=out", "max_side=20")
     packed, source = shards("out", target="boxes")["val"], yolo("drawn")["val"]
     for place, index in enumerate(packed_order("out/val")):
         (image, found), (_, expected) = packed[place], source[index]

@@ -24,8 +24,8 @@ from runner.models.transformers_detection import detector
 
 pytestmark = [needs("detection"), needs("transformers")]
 WORDS = (
-    *drawn_objects.COCO, "experiment=detection", "data.root=drawn", "data.batch_size=2", "data.num_workers=0", "threads=1",
-    "epochs=1", "max_steps=1", "evaluate.test=false", "evaluate.batch_size=3",
+    *drawn_objects.COCO, "experiment=detection_torchvision", "data.root=drawn", "data.batch_size=2", "data.num_workers=0",
+    "threads=1", "epochs=1", "max_steps=1", "evaluate.test=false", "evaluate.batch_size=3",
 )  # fmt: skip
 DETECTOR = ("model=transformers_detection", "model.name=weights", "model.weights=weights", "lr=1e-5")
 

@@ -13,13 +13,19 @@ import pytest
 import torch
 from extended import some
 from extras import needs
+from PIL import Image
 from tiny_detectors import FAMILIES, RT_DETR, WORDS
 
 from runner.base.errors import UserError
+from runner.data.sources.detection import yolo
 from runner.models.transformers_detection import detector
 
 pytestmark = [needs("detection"), needs("transformers")]
 MOSAIC = "transform.sample_train.1.p=1"
+OF_TORCHVISION = (
+    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "model=torchvision_detection",
+    "model.name=fasterrcnn_mobilenet_v3_large_320_fpn",
+)  # fmt: skip
 
 
 def batch() -> tuple[list[torch.Tensor], list[dict[str, torch.Tensor]]]:
@@ -175,7 +181,7 @@ def test_what_there_is_not_is_a_sentence(arguments: dict[str, Any], key: str, re
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
-    with pytest.raises(UserError, match=r"pip install 'runner\[transformers\]'"):
+    with pytest.raises(UserError, match=r"pip install 'runner\[transformers\]', or experiment=detection_torchvision"):
         detector("rt_detr_v2", 4)
 
 
@@ -199,17 +205,37 @@ def test_drawn_boxes_are_found_after_200_steps(
     assert {label for row in rows for label in row["labels"]} <= {1, 2}
 
 
-def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(compose: Any, drawn: Path) -> None:
+@pytest.mark.parametrize("words", [WORDS, OF_TORCHVISION], ids=["transformers", "torchvision"])
+def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(
+    compose: Any, drawn: Path, words: tuple[str, ...]
+) -> None:
     from runner.config.load import resolve_config
     from runner.config.schema.train import Train
     from runner.train import build_run
 
-    run = build_run(resolve_config(compose(*WORDS), Train))
+    run = build_run(resolve_config(compose(*words), Train))
     rates = {group["name"]: group["lr"] for group in run.state.optimizer.param_groups}
     assert {name: rate for name, rate in rates.items() if "backbone" in name} == {
-        "net.model.backbone": pytest.approx(rates["all others"] / 10),
-        "net.model.backbone, no decay": pytest.approx(rates["all others"] / 10),
+        "*backbone": pytest.approx(rates["all others"] / 10),
+        "*backbone, no decay": pytest.approx(rates["all others"] / 10),
     }
+
+
+@pytest.mark.extended
+def test_images_of_four_channels_train_a_detector_of_as_many(train: Any, accepted: Any, drawn: Path) -> None:
+    for path in drawn.rglob("*.png"):
+        image = Image.open(path)
+        image.putalpha(image.getchannel(0))
+        image.save(path)
+    words = ("data.dataset.channels=auto", "model.options.backbone_config.num_channels=4", "transform=none")
+    mosaic = "transform.sample_train=[{_target_: runner.data.transforms.detection.Mosaic, p: 1}]"
+    directory = train(*WORDS, *words, mosaic).directory
+    accepted("predict", f"ckpt_path={directory}", "input=drawn/images/val", "output=found.jsonl", "threads=1")
+    assert len(Path("found.jsonl").read_text().splitlines()) == 5
+    (drawn / "classes.txt").write_text("tall\nwide\n")
+    image, target = yolo("drawn", channels="auto")["val"][0]
+    assert image.shape == (4, 32, 40)
+    assert len(target["boxes"]) == 1
 
 
 def test_a_run_whose_boxes_are_no_numbers_has_diverged(run: Callable[..., Any], drawn: Path) -> None:

@@ -28,6 +28,7 @@ FACTS: dict[str, Any] = {
 _OF_EXTRAS = {
     "timm": "timm",
     "smp": "smp",
+    "rtdetr_r18": "transformers",
     "transformers_detection": "transformers",
     "transformers_segmentation": "transformers",
 }
@@ -35,7 +36,7 @@ _PARAMETERS = [
     pytest.param(
         path,
         marks=([needs(_OF_EXTRAS[path.stem])] if path.stem in _OF_EXTRAS else [])
-        + ([MARK] if path.stem.endswith("_detection") else []),
+        + ([MARK] if path.stem.endswith(("_detection", "rtdetr_r18")) else []),
         id=f"{path.parent.name}/{path.stem}",
     )
     for path in FILES
@@ -73,7 +74,7 @@ def test_an_option_file_builds_what_it_names(path: Path) -> None:
         assert not torch.equal(before, model[0].weight)
     elif path.parent.name == "model":
         found = build(**options).eval()(torch.rand(2, 3, 32, 32))
-        if path.stem.endswith("_detection"):
+        if path.stem.endswith(("_detection", "rtdetr_r18")):
             assert [{"boxes", "labels", "scores"} - each.keys() for each in found] == [set(), set()]
         elif path.stem in ("smp", "torchvision_segmentation", "transformers_segmentation"):
             assert (found["out"] if isinstance(found, dict) else found).shape == (2, 4, 32, 32)

@@ -24,7 +24,7 @@ SEGMENTATION = (
     "~model.dropout", "model._target_=drawn_nets.Tiny", "data.batch_size=8", "epochs=1", "data.num_workers=0",
 )  # fmt: skip
 DETECTION = (
-    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "model=small_cnn", "~model.width", "~model.dropout",
+    "experiment=detection_torchvision", "data.root=drawn", *drawn_objects.COCO, "model=small_cnn", "~model.width", "~model.dropout",
     "model._target_=tiny_detector.Scripted", "epochs=1", "data.batch_size=2", "data.num_workers=0",
 )  # fmt: skip
 OWN = """

@@ -29,7 +29,7 @@ FAMILIES = [
     ("conditional_detr", _DETR | {"auxiliary_loss": True}), ("deformable_detr", _DETR | _LEVELS),
 ]  # fmt: skip
 WORDS = (
-    "experiment=detection_rtdetr", "data.root=drawn", *drawn_objects.COCO, "data.batch_size=2", "data.num_workers=0",
+    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "data.batch_size=2", "data.num_workers=0",
     "evaluate.batch_size=3", "evaluate.test=false", "threads=1", "epochs=2", "model.size=64", "scheduler.warmup=2",
     "transform.close_epochs=1", "model.options=" + json.dumps(RT_DETR).replace('"', ""),
 )  # fmt: skip

@@ -20,7 +20,7 @@ from runner.tasks.detection import Detection
 
 pytestmark = needs("detection")
 WORDS = (
-    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "model=small_cnn", "~model.width",
+    "experiment=detection_torchvision", "data.root=drawn", *drawn_objects.COCO, "model=small_cnn", "~model.width",
     "~model.dropout", "epochs=2", "data.batch_size=2", "evaluate.batch_size=3", "data.num_workers=0",
     "scheduler=constant",
 )  # fmt: skip

@@ -24,7 +24,7 @@ from runner.train import build_run
 
 pytestmark = needs("detection")
 READ = (
-    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, "data.batch_size=2", "data.num_workers=0",
+    "experiment=detection_torchvision", "data.root=drawn", *drawn_objects.COCO, "data.batch_size=2", "data.num_workers=0",
     "transform.sample_train.1.p=1",
 )  # fmt: skip
 TINY = (

@@ -63,7 +63,7 @@ SEGMENTATION = (
 )  # fmt: skip
 MODEL = "model._target_=seen.Scripted"
 DETECTION = (
-    "experiment=detection", "data.root=drawn", *drawn_objects.COCO, *SMALL, MODEL, "data.batch_size=2",
+    "experiment=detection_torchvision", "data.root=drawn", *drawn_objects.COCO, *SMALL, MODEL, "data.batch_size=2",
 )  # fmt: skip
 COCO_MADE = (
     "data.dataset.train_images=images", "data.dataset.train_annotations=annotations.json",
@@ -141,7 +141,13 @@ def test_boxes_are_read_as_training_data_in_the_pixels_of_the_images(
         assert boxes == [pytest.approx(OBJECTS[name], abs=1.01 if name.endswith("jpg") else 1e-4)]
     read = ("data=yolo",) if kind == "yolo" else COCO_MADE
     assert train(
-        *SMALL, "experiment=detection", *read, "data.root=made", "data.split.val=0.4", "data.batch_size=1", MODEL
+        *SMALL,
+        "experiment=detection_torchvision",
+        *read,
+        "data.root=made",
+        "data.split.val=0.4",
+        "data.batch_size=1",
+        MODEL,
     ).summary["global_step"]
 
 

@@ -21,7 +21,7 @@ from runner.verbs.options import show
             "grad_clip.norm",
             [
                 "grad_clip.norm: null  # maximum norm",
-                "experiment=detection_rtdetr  grad_clip.norm: 0.1",
+                "experiment=detection  grad_clip.norm: 0.1",
                 "values: a number above 0 or null",
             ],
         ),

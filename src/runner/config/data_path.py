@@ -55,23 +55,23 @@ def _found_in(value: str, names: Sequence[str]) -> tuple[str, ...]:
             held = sorted(each.name + "/" * each.is_dir() for each in path.glob("[!.]*"))
             train = path / "train" if "train/" in held else path
             if "data.yaml" in held or {"images/", "labels/"}.issubset(held):
-                return "a folder of YOLO's format", "detection", "data=yolo", root
+                return "a folder of YOLO's format", "detection_torchvision", "data=yolo", root
             if any((each / "images").is_dir() and (each / "masks").is_dir() for each in (path, train)):
                 classes = [] if "classes.txt" in held else _classes_of(path)
                 words = ["data=segmentation_folder", "data.name=segmentation", root]  # named as by the preset
                 return "a folder of images and masks", "segmentation", *words, *classes
             if files := [file for pattern in _COCO for file in sorted(path.glob(pattern))]:
-                return "a folder of COCO's format", "detection", "data=coco", *_coco(files[0])
+                return "a folder of COCO's format", "detection_torchvision", "data=coco", *_coco(files[0])
             # The first files of a folder tell whether it has images, also where there are millions
             below = [itertools.islice(each.rglob("*"), 1000) for each in train.glob("[!.]*")]
             if sum(any(_IMAGE.fullmatch(file.suffix) for file in files) for files in below) > 1:
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
-            return "COCO's format", "detection", "data=coco", *_coco(path)
+            return "COCO's format", "detection_torchvision", "data=coco", *_coco(path)
         elif isinstance(content := read_yaml(path, plain=True), dict):
             held = [*content]
             if {"train", "names"}.intersection(held):
-                return "YOLO's format", "detection", "data=yolo", root
+                return "YOLO's format", "detection_torchvision", "data=yolo", root
     problem = f"cannot tell what is in {value}" + f": {', '.join(held[:10])}" * bool(held)
     raise UserError("data", problem, _KNOWN, path.stem if path.stem in names else "")
 

@@ -38,6 +38,7 @@ GONE: dict[str, Gone] = {
     "data.dataset.cache_gb": Gone("copy the tar files to a disk and set data.root to their folder", default=None),
     "data.identity": Gone("set check, and run sha256sum on the files", default="check", values={"full": "check"}),
     **dict.fromkeys(("data.mirror", "data.dataset.mirror"), Gone("put files of a mirror into data.root", default=None)),
+    "experiment": Gone("detection, which is this recipe now", values={"detection_rtdetr": "detection"}),
     "fsdp.lazy_init": Gone("leave it out, as every process builds the whole model", default=True),
     **{f"logger.{name}.max_share": Gone("leave it out", default=0.005) for name in ("mlflow", "wandb")},
     **{f"logger.tensorboard.{key}": _SUMMARIES for key in ("graph", "histograms", "hparams")},

@@ -182,17 +182,18 @@ def at(values: Any, key: str) -> Any:
     return values
 
 
-def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key of nested mappings, or delete it if the value is `...`; what is in the way becomes a mapping."""
-    *parents, last = key.split(".")
-    for part in parents:
-        if not isinstance(values.get(part), dict):
-            values[part] = {}
-        values = values[part]
-    if value is ...:
-        values.pop(last, None)
-    else:
-        values[last] = value
+def put(values: Any, key: str, value: Any) -> None:
+    """Set a dotted key of nested mappings and lists, or delete it if the value is `...`; what is in the way becomes a mapping."""
+    part, _, rest = key.partition(".")
+    place, inner = int(part) if isinstance(values, list) else part, at(values, part)
+    if rest:
+        if not isinstance(inner, dict) and at(inner, rest.partition(".")[0]) is ...:
+            inner = values[place] = {}
+        put(inner, rest, value)
+    elif value is not ...:
+        values[place] = value
+    elif inner is not ...:
+        del values[place]
 
 
 def to_plain(config: Train) -> dict[str, Any]:

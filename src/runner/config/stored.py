@@ -90,7 +90,7 @@ def overlay(stored: dict[str, Any], composition: Composition) -> dict[str, Any]:
         if isinstance(there, dict) and name not in there and (close := nearest(name, there)):
             raise UserError(key, "cannot be deleted, because it does not exist", "", f"{section}.{close}")
     merged = copy.deepcopy(stored)
-    for key in (*chosen, *given):
+    for key in (_of_mapping(composed, each) for each in (*chosen, *given)):
         put(merged, key, copy.deepcopy(at(composed, key)))
     restored: dict[str, Any] = unmasked(merged, composed)
     return restored
@@ -110,6 +110,16 @@ def _keys_of_choice(group: str, name: str | None, sources: Sources) -> list[str]
                 found += _keys_of_choice(inner, choice, sources)
     content.pop("hydra", None)
     return found + list(flatten(content)) if content else found
+
+
+def _of_mapping(values: dict[str, Any], key: str) -> str:
+    """The dotted key, or that of the mapping around it if its own name has dots, as patterns of `optimizer.lr_mult` do."""
+    parts = key.split(".")
+    for end in range(1, len(parts) - 1):
+        mapping = at(values, outer := ".".join(parts[:end]))
+        if isinstance(mapping, dict) and ".".join(parts[end:]) in mapping:
+            return outer
+    return key
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.ops import box_convert
 
-from runner.base.errors import UserError
+from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1
 from runner.models.transformers_zoo import pretrained_or_new
 
@@ -54,6 +54,7 @@ def detector(
         UserError: if transformers is not installed, or there is no such model, weights or option.
         ValueError: if a number is out of range.
     """
+    require("model", "runner[transformers]", "transformers", otherwise=", or experiment=detection_torchvision")
     at_least_1(size=1 if size is None else size)
     model = pretrained_or_new(
         _FAMILIES, name, weights, options, num_labels=num_classes - 1, fetch_weights=fetch_weights

@@ -14,7 +14,7 @@ import torch
 from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1, cache_alone, unknown
 
-_SOURCES = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub"
+_SOURCES = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub; DEFAULT is for torchvision"
 _log = logging.getLogger(__name__)
 
 
@@ -48,7 +48,7 @@ def pretrained_or_new(
     transformers.logging.disable_progress_bar()
     at_least_1(num_labels=num_labels)
     if name not in families and "/" not in name and not Path(name).is_dir():
-        raise unknown("model.name", f"there is no family '{name}'", name, [*families])
+        raise unknown("model.name", f"transformers has no family '{name}' for this task", name, [*families])
     key, source = ("weights", weights) if name in families else ("name", name)
     stated: dict[str, Any] = {"model_type": name}
     if source is not None:

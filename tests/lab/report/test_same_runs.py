@@ -288,8 +288,8 @@ def test_a_resumed_run_is_in_the_row_of_the_one_that_never_stopped(run: Any, wor
 FLIP = "transform.train=[{_target_: a.Flip, p: 0.5}]"
 NODES = "transform.sample_train=[{_target_: a.Crop, size: 8}, {_target_: a.Flip}]"
 OF_TASKS = [
-    ("detection", "map", ["experiment=detection", NODES, "optimizer.lr=0.1"], 0.25),
-    ("detection", "map", ["experiment=detection", NODES, "optimizer.lr=0.2"], 0.125),
+    ("detection", "map", ["experiment=detection_torchvision", NODES, "optimizer.lr=0.1"], 0.25),
+    ("detection", "map", ["experiment=detection_torchvision", NODES, "optimizer.lr=0.2"], 0.125),
     ("classification", "accuracy", ["model._target_=a.Own"], 0.5),
     ("classification", "accuracy", ["model=resnet18_cifar", FLIP], 0.75),
     ("classification", "accuracy", ["model=resnet18_cifar", FLIP], 0.25),

@@ -22,6 +22,7 @@ from runner.base.reading import LARGEST_DATA, bounded, digits, read_regular, rea
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import Place
 from runner.data.sources import listing
+from runner.data.sources.bands import Channels
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding
 
@@ -109,8 +110,9 @@ def refuse_shares(images: Sequence[Annotated], key: str, allowed: str) -> None:
 class DetectionImages(ImageFolder):
     """Image files with objects; item i is (image, target).
 
-    The image is uint8 (3, H, W). The target is a dict of `boxes`, float32 (N, 4) as left, top, right, bottom in pixels,
-    `labels`, int64 (N,) from 1 on, `iscrowd`, int64 (N,), `image_id`, int, and with `masks` of `masks`, uint8 (N, H, W).
+    The image is uint8 (3, H, W), or as `Decoding.read` gives it for other `channels`. The target is a dict of `boxes`, float32
+    (N, 4) as left, top, right, bottom in pixels, `labels`, int64 (N,) from 1 on, `iscrowd`, int64 (N,), `image_id`, int, and
+    with `masks` of `masks`, uint8 (N, H, W).
     Image, boxes and masks are `torchvision.tv_tensors`. The first of `classes` has label 1.
 
     Raises `UserError` if an image cannot be used; with `on_error=skip` only when it is read.
@@ -123,6 +125,8 @@ class DetectionImages(ImageFolder):
         masks: bool = False,
         max_pixels: int = Data.max_pixels,
         on_error: OnError = "raise",
+        *,
+        channels: Channels = 3,
     ) -> None:
         if masks:
             require("data.dataset.masks", "runner[detection]", "faster_coco_eval")
@@ -136,7 +140,7 @@ class DetectionImages(ImageFolder):
         self.has_encodings = any(b'"counts"' in text for text in texts)  # run-length encodings, which cannot be resized
         # Numbers that change with the annotations, so that other ones are known as other data
         digests = torch.tensor([zlib.crc32(text) for text in texts], dtype=torch.float64)
-        super().__init__([image.path for image in images], digests, classes, Decoding(max_pixels=max_pixels))
+        super().__init__([image.path for image in images], digests, classes, Decoding(None, channels, 1.0, max_pixels))
         objects = [[*zip(map(tuple, each.boxes), each.labels, strict=True)] for each in images]
         twice = [each.path for each, some in zip(images, objects, strict=True) if len({*some}) < len(some)]
         many = f"images with two objects of one box and class: {len(twice):,}"
@@ -220,6 +224,7 @@ def coco(
     masks: bool = False,
     max_pixels: int = Data.max_pixels,
     on_error: OnError = "raise",
+    channels: Channels = 3,
 ) -> dict[str, DetectionImages]:
     """Data sets of COCO's JSON: for each split a folder of images and a file of annotations, relative to `root`.
 
@@ -248,7 +253,7 @@ def coco(
         listing.check_names("data.dataset", path, list(theirs.values()))
         if differing := sorted(theirs.items() ^ names.items()):
             raise UserError("data.dataset", f"{path} has other categories than {train_annotations}: {differing[0]}")
-        made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error)
+        made[split] = DetectionImages(images, tuple(names.values()), masks, max_pixels, on_error, channels=channels)
         if empty:
             made[split].warnings.append(f"{path}: {empty:,} boxes of zero width or height are dropped")
     return made
@@ -297,6 +302,8 @@ def yolo(
     masks: bool = False,
     max_pixels: int = Data.max_pixels,
     on_error: OnError = "raise",
+    *,
+    channels: Channels = 3,
 ) -> dict[str, DetectionImages]:
     """Data sets of YOLO's text files: `images/train/a.jpg` has the objects of `labels/train/a.txt`, none without that file.
 
@@ -349,7 +356,7 @@ def yolo(
             lacking = places[-1] if places[-1].parent.is_dir() else f"folder {places[-1].parent}"
             allowed = "text files there, or another data.dataset.description"
             raise UserError("data.dataset", f"no image of '{split}' has an object: there is no {lacking}", allowed)
-        made[split] = DetectionImages(images, names, masks, max_pixels, on_error)
+        made[split] = DetectionImages(images, names, masks, max_pixels, on_error, channels=channels)
         made[split].warnings += listing.unread_warnings(folder, len(unread))
     return made
 
