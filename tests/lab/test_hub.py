@@ -90,7 +90,7 @@ def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint
         record["weights_sha256"],
         f"| torch | {best['versions']['torch']} |",
         f"| runner | {__version__} |",
-        "pip install runner[huggingface]",
+        f"With `runner` {__version__} or newer",
         "init_from=hf://user/digits",
         f"| train samples | {best['metrics']['data']['train']['samples']} |",
         'runner.load("hf://user/digits")',

@@ -44,9 +44,13 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     """Write the config, and a model card for `record`, the content of model.json; for `named` see `replacing`."""
     contents, path, repository = resolved.found.contents, resolved.found.path, resolved.config.hub
     place, run = f"hf://{repository}", run_directory_of(path) or path
-    page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {repository}", "```bash"]
-    page += ["pip install 'runner[huggingface]'", f"python -m runner predict ckpt_path={place} input=photos/"]
-    page += [f"python -m runner train init_from={place}", "```"]
+    page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {repository}"]
+    page += [f"With `runner` {__version__} or newer and its extra `huggingface`:", "", "```bash"]
+    page += [
+        f"python -m runner predict ckpt_path={place} input=photos/",
+        f"python -m runner train init_from={place}",
+        "```",
+    ]
     if resolved.config.data.images is None:  # which `load` is for
         page += ["```python", "import runner", "", f'runner.load("{place}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
