@@ -201,7 +201,7 @@ def test_the_files_are_written_without_the_hub(
     for said in (rejected(*words).err, rejected("predict", "ckpt_path=hf://user/digits", "input=.").err):
         assert "needs packages that are not installed: huggingface_hub" in said
         assert "runner[huggingface]" in said
-    assert not (trained / "export").exists(), "a missing package is told before anything is written"
+    assert not (trained / "export").exists(), "a missing package is reported before anything is written"
     others = ("format=torch_export", "include_preprocessing=true", "split=train")
     accepted(*words, "push=false", "output=shared", *others)
     assert "| train/accuracy | " in Path("shared/README.md").read_text()

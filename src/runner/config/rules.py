@@ -296,7 +296,7 @@ def _of_verbs(config: Train) -> Broken:
         if config.hub is None and not config.push:
             yield "push", "has no effect without hub", "hub=user/name"
         if config.hub is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", config.hub):
-            yield "hub", "is no repository", "hub=user/name"
+            yield "hub", "names no repository", "hub=user/name"
     ending = PurePath(getattr(config, "output", None) or "").suffix
     if isinstance(config, Inspect) and config.features and ending not in ("", *FEATURE_FILES):
         allowed = f"a file that ends in {' or '.join(FEATURE_FILES)}, a folder, or null"

@@ -42,8 +42,8 @@ def writer(resolved: ResolvedCheckpoint[Any], data: DataFacts) -> Writer:
 
 def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: Path, named: bool) -> list[Path]:
     """Write the config, and a model card for `record`, the content of model.json; for `named` see `replacing`."""
-    contents, path, repository = resolved.found.contents, resolved.found.path, resolved.config.hub
-    place, run = f"hf://{repository}", run_directory_of(path) or path
+    contents, repository = resolved.found.contents, resolved.config.hub
+    place, run = f"hf://{repository}", run_directory_of(resolved.found.path) or resolved.found.path
     page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {repository}"]
     page += [f"With `runner` {__version__} or newer and its extra `huggingface`:", "", "```bash"]
     page += [
@@ -56,20 +56,18 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
         page += ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
     saved, step, kind, summary = contents["metrics"], record["global_step"], record["weights"], read_summary(run) or {}
+    facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
+    facts |= {"data": resolved.config.data.name, "runner": __version__, "torch": str(contents["versions"].get("torch"))}
+    facts |= {f"{name} samples": str(split["samples"]) for name, split in saved["data"].items()}
     # The last evaluation was of these weights at the step of the best one, and has metrics of raw and averaged weights
     note = "" if (saved["best"] or {}).get("global_step") == step else " (last evaluation)"
     average = f"val/{(contents['averaged'] or {}).get('kind')}_"
     own = {name: value for name, value in saved.get("last", {}).items() if name.startswith(average) == (kind != "raw")}
-    metrics = {f"{name}{note}": value for name, value in own.items()}
-    if (summary.get("test_step"), summary.get("test_weights", "raw")) == (step, kind):
-        metrics |= {f"test/{name}": value for name, value in summary["test"].items()}  # others were not tested
+    facts |= {f"{name}{note}": number(value) for name, value in own.items()}
+    if (summary.get("test_step"), summary.get("test_weights", "raw")) == (step, kind):  # others were not tested
+        facts |= {f"test/{name}": number(value) for name, value in summary["test"].items()}
     measured = record["metrics"]["model"] if "split" in record else {}
-    metrics |= {f"{record['split']}/{name}": value for name, value in measured.items()}
-    facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
-    facts["data"] = resolved.config.data.name
-    facts |= {f"{name} samples": str(split["samples"]) for name, split in saved["data"].items()}
-    facts |= {name: number(value) for name, value in metrics.items()}
-    facts |= {"runner": __version__, "torch": str(contents["versions"].get("torch"))}
+    facts |= {f"{record['split']}/{name}": number(value) for name, value in measured.items()}
     page += ["## Facts", *markdown_table(["", ""], [*map(list, facts.items())]), "", "model.json has more.", ""]
     for name, text in (("config.yaml", contents["config"]), ("README.md", "\n".join(page))):
         write_atomically(folder / name, text.encode(errors="replace"), named=named)

@@ -57,15 +57,7 @@ def run(composition: Composition) -> float:
     # Everything below is about the model as it computes in float32 on the CPU, whatever it was trained on.
     config = dataclasses.replace(resolved.config, channels_last=False, matmul_precision=None, detect_anomaly=False)
     resolved = dataclasses.replace(resolved, config=config)
-    default = ["torch_export" if config.hub is None else "safetensors"]
-    chosen = list(dict.fromkeys([*(default if config.hub else []), *from_checkpoint.as_list(config.format)])) or default
-    if config.hub is not None and config.push:
-        require("hub", "runner[huggingface]", "huggingface_hub", otherwise=", or push=false")
-    if "onnx" in chosen:
-        others = ", ".join(name for name in FORMATS if name != "onnx")
-        require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
-    if config.quantize and "onnx" not in chosen:
-        raise UserError("quantize", "needs an ONNX model", "format=onnx")
+    chosen = _chosen(config)
     configure_torch(config, _CPU)
     report.warnings(resolved.found.warnings)
     data = resolved.data_facts()
@@ -130,6 +122,19 @@ def run(composition: Composition) -> float:
         print(f"error: {worst['format']} {apart}, more than tolerance={config.tolerance:g}", file=sys.stderr)
         raise SystemExit(FAILED)
     return float(max(each["max_rel"] for each in held))
+
+
+def _chosen(config: Export) -> list[str]:
+    """The formats to write; raises `UserError` where packages or another format are missing."""
+    if config.hub is not None and config.push:
+        require("hub", "runner[huggingface]", "huggingface_hub", otherwise=", or push=false")
+    given = [*([] if config.hub is None else ["safetensors"]), *from_checkpoint.as_list(config.format)]
+    if "onnx" in given:
+        others = ", ".join(name for name in FORMATS if name != "onnx")
+        require("format", "runner[export]", "onnx", "onnxscript", "onnxruntime", otherwise=f", or {others}")
+    elif config.quantize:
+        raise UserError("quantize", "needs an ONNX model", "format=onnx")
+    return list(dict.fromkeys(given)) or ["torch_export"]
 
 
 def _prepared(
