@@ -47,10 +47,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {repository}"]
     page += [f"With `runner` {__version__} or newer and its extra `huggingface`:", "", "```bash"]
     page += [
-        f"python -m runner predict ckpt_path={place} input=photos/",
-        f"python -m runner train init_from={place}",
-        "```",
-    ]
+        f"python -m runner {words}={place}" for words in ("predict input=photos/ ckpt_path", "train init_from")
+    ] + ["```"]
     if resolved.config.data.images is None:  # which `load` is for
         page += ["```python", "import runner", "", f'runner.load("{place}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
@@ -62,8 +60,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     # The last evaluation was of these weights at the step of the best one, and has metrics of raw and averaged weights
     note = "" if (saved["best"] or {}).get("global_step") == step else " (last evaluation)"
     average = f"val/{(contents['averaged'] or {}).get('kind')}_"
-    own = {name: value for name, value in saved.get("last", {}).items() if name.startswith(average) == (kind != "raw")}
-    facts |= {f"{name}{note}": number(value) for name, value in own.items()}
+    own = [name for name in saved.get("last", {}) if name.startswith(average) == (kind != "raw")]
+    facts |= {f"{name}{note}": number(saved["last"][name]) for name in own}
     if (summary.get("test_step"), summary.get("test_weights", "raw")) == (step, kind):  # others were not tested
         facts |= {f"test/{name}": number(value) for name, value in summary["test"].items()}
     measured = record["metrics"]["model"] if "split" in record else {}
