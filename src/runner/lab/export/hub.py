@@ -46,9 +46,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     place, run = f"hf://{repository}", run_directory_of(resolved.found.path) or resolved.found.path
     page = ["---", "library_name: runner", "tags: [runner]", "---", f"# {repository}"]
     page += [f"With `runner` {__version__} or newer and its extra `huggingface`:", "", "```bash"]
-    page += [
-        f"python -m runner {words}={place}" for words in ("predict input=photos/ ckpt_path", "train init_from")
-    ] + ["```"]
+    page += [f"python -m runner predict ckpt_path={place} input=photos/"]
+    page += [f"python -m runner train init_from={place}", "```"]
     if resolved.config.data.images is None:  # which `load` is for
         page += ["```python", "import runner", "", f'runner.load("{place}").predict("photo.jpg")', "```"]
     with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
