@@ -46,9 +46,8 @@ def _collected(saved: dict[str, Any], state: Any, collect: Callable[[Tensor], An
     first: dict[nn.Parameter, str] = {}
     # Tied weights are one tensor with several names: gathering each name would make copies of it
     tied = {name: first.setdefault(each, name) for name, each in state.model.named_parameters(remove_duplicate=False)}
-    # Weights that are never trained are their average, unlike those whose gradients are off at this step
-    trained = {weight for group in state.optimizer.param_groups for weight in group["params"]}
-    frozen = {name for weight, name in first.items() if weight not in trained}
+    # Weights that no optimizer has are their average, unlike those whose gradients are off at this step
+    frozen = {*first.values()} - {first.get(each) for group in state.optimizer.param_groups for each in group["params"]}
     once: dict[tuple[str, str], Any] = {}
 
     def collect_once(tensor: Tensor, place: str) -> Any:

@@ -189,9 +189,9 @@ class BadSamples:
         if len(reasons) > math.ceil(self._share * samples):
             shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
             problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read"
-            allowed = "repair the samples and start a new run, or set a larger share"
+            problem += f", more than {self._share:g} of them; among them {shown}"
             raise UserError(
-                "data.max_skipped", f"{problem}, more than {self._share:g} of them; among them {shown}", allowed
+                "data.max_skipped", problem, "repair the samples and start a new run, or set a larger share"
             )
 
     def open(self, warn: Callable[[str], None]) -> None:
