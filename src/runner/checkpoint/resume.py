@@ -42,11 +42,10 @@ def contents(state: Any, callbacks: dict[str, Any], texts: dict[str, Any], known
 
 
 def _collected(saved: dict[str, Any], state: Any, collect: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """A state with what `collect` makes of its tensors; weights that are tied stay one, which a file has once."""
+    """A state with what `collect` makes of its tensors; tied weights stay one, as do those no optimizer has and their average."""
     first: dict[nn.Parameter, str] = {}
     # Tied weights are one tensor with several names: gathering each name would make copies of it
     tied = {name: first.setdefault(each, name) for name, each in state.model.named_parameters(remove_duplicate=False)}
-    # Weights that no optimizer has are their average, unlike those whose gradients are off at this step
     frozen = {*first.values()} - {first.get(each) for group in state.optimizer.param_groups for each in group["params"]}
     once: dict[tuple[str, str], Any] = {}
 
