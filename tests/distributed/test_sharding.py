@@ -111,6 +111,12 @@ def test_divided_weights_train_as_whole_ones(runs: Any, words: tuple[str, ...], 
     assert_same(runs(*words, *ranks), runs(*words))
 
 
+@pytest.mark.slow
+def test_a_checkpoint_has_the_average_of_weights_whose_gradients_are_off(runs: Any) -> None:
+    words = (*VIT, "ema=0.9", "+callbacks.off={_target_:rank_faults.Off}", "trust=[rank_faults,poison]")
+    assert_same(runs(*words, "devices=2"), runs(*words))
+
+
 @needs("lora")
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

@@ -14,6 +14,7 @@ from tiny_runs import words_of
 from runner.config.composition import Composition
 from runner.config.load import resolve_config
 from runner.config.schema import Train
+from runner.run import finetune
 from runner.run.run import training_flops
 from runner.train import build_run
 
@@ -149,6 +150,15 @@ def test_the_first_convolution_whitens_the_training_images(compose: Callable[...
     torch.testing.assert_close(positive, -negative)
     products = positive.transpose(0, 1).flatten(1)
     torch.testing.assert_close(products @ products.T / products.shape[1], torch.eye(len(products)), atol=0.15, rtol=0)
+
+
+def test_memory_that_is_lacking_is_no_mistake_of_init(built: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(model: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(finetune, "zero_last_norms", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        built(init="zero_gamma")
 
 
 def test_a_head_that_was_made_for_other_classes_may_be_replaced(built: Any) -> None:

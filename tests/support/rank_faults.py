@@ -95,6 +95,14 @@ class Held:
         self._path.write_text(json.dumps([sum(local(tensor).nbytes for tensor in tensors) for tensors in held]))
 
 
+class Off:
+    """Turns the gradients of the last parameter off after the second step."""
+
+    def on_step(self, loop: Any) -> None:
+        if loop.state.position.global_step == 2:
+            [*loop.state.model.parameters()][-1].requires_grad_(False)
+
+
 class Block(nn.Module):
     """Three layers and a shortcut."""
 

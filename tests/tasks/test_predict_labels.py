@@ -249,6 +249,7 @@ def test_a_task_gives_what_its_formats_are_made_of_and_no_image_is_changed(
     for kind, gives, needed in (
         ("coco", "mask", "boxes, labels and scores"),
         ("coco", "boxes labels", "boxes, labels and scores"),
+        ("coco", "boxes labels", "gives boxes, labels, more"),
         ("masks", "boxes labels scores", "mask, uint8"),
         ("masks", "long", "mask, uint8"),
     ):

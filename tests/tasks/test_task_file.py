@@ -138,6 +138,10 @@ def test_the_header_names_a_function_that_the_file_gives_another_name(accepted: 
     (folder / "aliased.py").write_text(f"{FILE}\n{aliases}")
     shown = accepted("train", "task=aliased.py:Short", *QUICK, "max_steps=1", "evaluate.every_epochs=null").out
     assert "small_net, 260 parameters" in shown
+    (folder / "unnamed.py").write_text("import torch\nnet = lambda: torch.nn.Linear(64, 4)\n")
+    words = ("model=null", "model._target_=unnamed.net", "trust=[short,unnamed]")
+    shown = accepted("train", "task=short.py:Short", *words, *QUICK, "max_steps=1", "evaluate.every_epochs=null").out
+    assert " net, 260 parameters" in shown
 
 
 @pytest.mark.parametrize(("words", "expected"), [

@@ -32,7 +32,7 @@ def contents(state: Any, callbacks: dict[str, Any], texts: dict[str, Any], known
     ranks = world()
     # Divided tensors are put together for the file, in which every rank has to take part
     if ranks.size > 1:
-        saved = _collected(saved, state.model, partial(gathered, world=ranks))
+        saved = _collected(saved, state, partial(gathered, world=ranks))
     # Callbacks of the user are saved if they have a state
     saved["metrics"]["callbacks"] = {
         name: callback.state_dict() for name, callback in callbacks.items() if hasattr(callback, "state_dict")
@@ -41,12 +41,12 @@ def contents(state: Any, callbacks: dict[str, Any], texts: dict[str, Any], known
     return saved | {"format": file.FORMAT, "rng": rng.capture(), **texts}
 
 
-def _collected(saved: dict[str, Any], model: nn.Module, collect: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """A state with what `collect` makes of its tensors; weights that are tied stay one, which a file has once."""
+def _collected(saved: dict[str, Any], state: Any, collect: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """A state with what `collect` makes of its tensors; tied weights stay one, as do those no optimizer has and their average."""
     first: dict[nn.Parameter, str] = {}
     # Tied weights are one tensor with several names: gathering each name would make copies of it
-    tied = {name: first.setdefault(weight, name) for name, weight in model.named_parameters(remove_duplicate=False)}
-    frozen = {name for weight, name in first.items() if not weight.requires_grad}  # their average is what they are
+    tied = {name: first.setdefault(each, name) for name, each in state.model.named_parameters(remove_duplicate=False)}
+    frozen = {*first.values()} - {first.get(each) for group in state.optimizer.param_groups for each in group["params"]}
     once: dict[tuple[str, str], Any] = {}
 
     def collect_once(tensor: Tensor, place: str) -> Any:

@@ -189,10 +189,9 @@ class BadSamples:
         if len(reasons) > math.ceil(self._share * samples):
             shown = "; ".join(f"{sample}: {reason}" for sample, reason in list(reasons.items())[:_NAMED])
             problem = f"{len(reasons):,} of the {samples:,} samples of '{split}' cannot be read"
+            problem += f", more than {self._share:g} of them; among them {shown}"
             allowed = "repair the samples and start a new run, or set a larger share"
-            raise UserError(
-                "data.max_skipped", f"{problem}, more than {self._share:g} of them; among them {shown}", allowed
-            )
+            raise UserError("data.max_skipped", problem, allowed)
 
     def open(self, warn: Callable[[str], None]) -> None:
         """Set the callback for warnings; a sample that was found before is reported now."""

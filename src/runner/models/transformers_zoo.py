@@ -14,7 +14,7 @@ import torch
 from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1, cache_alone, unknown
 
-_SOURCES = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub; DEFAULT is for torchvision"
+_SOURCES = "a folder with config.json, and model.safetensors for weights, or the id of one on the hub; only torchvision has DEFAULT"
 _log = logging.getLogger(__name__)
 
 

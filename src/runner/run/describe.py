@@ -164,7 +164,8 @@ def _optimizers(config: Train) -> list[Row]:
 def _class(node: dict[str, Any]) -> str:
     name = called(target := str(node["_target_"]), node.get("name"))
     # A file of a task has names of its own for them: `data, model = Views, Net`
-    return getattr(resolve(target), "__name__", name) if target.endswith(f".{name}") else name
+    own = getattr(resolve(target), "__name__", "") if target.endswith(f".{name}") else ""
+    return own if own.isidentifier() else name  # a lambda has no name
 
 
 def _data(data: Data) -> str:

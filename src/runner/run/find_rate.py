@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from runner.base.errors import UserError, blame
 from runner.base.files import write_atomically, write_json
@@ -33,8 +32,8 @@ def find_rate(run: Run, config: FindLr, command: list[str], folder: Path, report
         raise UserError("optimizer.lr", f"is {node.get('lr')}, and the range test scales it", "a number above 0")
     rates, source = exponential(config.start, config.end, steps), run.data.train.loader
     with memory_for_training(run.config), report.counting("find-lr", steps) as begin:
-        asked: Any = {"interrupted": lambda: begin() or ""}  # before each step; nothing stops the test
-        curve = range_test(run.step, source, run.plan, rates, reference=reference, **asked)
+        # `begin` is called before each step, and nothing stops the test
+        curve = range_test(run.step, source, run.plan, rates, reference=reference, interrupted=lambda: begin() or "")
     allowed = "optimizer.lr=..., a number; or find-lr with another start, end or num_steps"
     with blame("lr", "no rate was found", allowed):
         found = suggest(curve)

@@ -127,7 +127,7 @@ def initialize(config: Train, model: nn.Module, image: Tensor, data: DataModule)
     """
     schemes = [config.init] if isinstance(config.init, str) else config.init or []
     for scheme in sorted(schemes, key=ADJUSTMENTS.count):  # after what would undo them
-        with blame("init", f"{scheme} does not apply", "init without it"):
+        with blame("init", f"{scheme} does not apply", "init without it", OSError, RuntimeError):
             if scheme == "zero_gamma":
                 zero_last_norms(model)
             elif scheme == "prior_bias":

@@ -118,12 +118,11 @@ class Segmentation:
         return {"mask": values}
 
     def draw(self, sample: tuple[Tensor, Tensor], outputs: Mapping[str, Tensor], classes: Sequence[str] = ()) -> Tensor:
-        """The image of a batch of one with the classes as colours over it, uint8 (3, H, W), but for a background as class 0."""
+        """The image of a batch of one with its classes as colours, uint8 (3, H, W); a background as class 0 has none."""
         from torchvision.utils import draw_segmentation_masks
 
         picture, mask = sample[0][0].cpu(), outputs["mask"].cpu()
-        left = {self.ignore_index, *range(_first_drawn(classes))}
-        numbers = [number for number in torch.unique(mask).tolist() if number not in left]
+        numbers = sorted({*torch.unique(mask).tolist()} - {self.ignore_index, *range(_first_drawn(classes))})
         if numbers:  # torchvision warns of images without a mask
             masks = mask == torch.tensor(numbers)[:, None, None]
             picture = draw_segmentation_masks(picture, masks, alpha=0.5, colors=[colour(each) for each in numbers])

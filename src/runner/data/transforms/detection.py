@@ -64,8 +64,8 @@ class Mosaic:
             offset = [-y if corner > 1 else size[0] - y, -x if corner % 2 else size[1] - x]
             whole = {name: F.resize(target[name], size) for name in names if name not in _PER_OBJECT}
             cut = {name: F.crop(part, *offset, height, width) for name, part in whole.items()}
-            areas = ((part["boxes"][:, 2:] - part["boxes"][:, :2]).prod(1) for part in (target, whole, cut))
-            given, before, after = areas
+            boxes = (part["boxes"] for part in (target, whole, cut))
+            given, before, after = ((each[:, 2:] - each[:, :2]).prod(1) for each in boxes)
             if "area" in names:  # of the objects, in pixels of the image, as COCO has it
                 target = target | {"area": target["area"] * after / given}
             parts.append({name: (target | cut)[name][after > self.keep * before] for name in names})

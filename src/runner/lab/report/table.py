@@ -198,7 +198,7 @@ def differing_keys(runs: Sequence[Run]) -> list[str]:
         # Of a run without a config, nothing is known but its overrides.
         known = [
             (bool(run.config) or key in own or key in run.choices)
-            # Runs of one budget differ in the steps that were measured, which is not a setting
+            # Runs of one budget differ in the number of steps, which was measured and not set
             and not (key == "max_steps" and run.config.get("budget") and key not in own)
             for run, own in zip(runs, words, strict=True)
         ]

@@ -65,7 +65,8 @@ class Labels:
         made_of = [row.get(name) for name in (["mask"] if of_pixels else ["boxes", "labels", "scores"])]
         if not all(isinstance(each, Tensor) and (each.dtype == torch.uint8 or not of_pixels) for each in made_of):
             needed = "mask, uint8 (B, H, W)" if of_pixels else "boxes, labels and scores, each a list of tensors"
-            raise UserError("task", f"its predict_step gives {', '.join(row)}", f"{needed}; or format=table")
+            names = sorted(row.keys() - {"path", "sample"})
+            raise UserError("task", f"its predict_step gives {', '.join(names)}", f"{needed}; or format=table")
         sides = torch.tensor([*reversed(size)] * 2).double()
         whole = torch.tensor([[0, 0, 1, 1], [0, 0, 0.5, 0.5]]) * sides
         # Clamped boxes would not tell how far a crop shifts
