@@ -185,6 +185,19 @@ def test_measured_runs_send_nothing_end_by_signals_and_leave_no_memory(
     assert sorted(path.name for path in stopped.directory.iterdir() if path.name.startswith(".")) == [".lock"]
 
 
+def test_steps_that_take_most_of_the_measurement_are_not_free(rejected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, measure = list[Any](), budget._measure
+
+    def slowly(*words: Any, **more: Any) -> Any:
+        measured.append(measure(*words, **more))
+        return measured[-1]._replace(step=50.0)
+
+    monkeypatch.setattr(budget, "_measure", slowly)
+    assert "budget: 100s allows 1 steps" in rejected("train", *FAST, *RUN, "evaluate.every_epochs=10").err
+    assert all(cost.step > 0 for cost in measured)
+    assert measured[1].evaluation > 0
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "words",

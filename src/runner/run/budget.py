@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import math
 import shutil
@@ -29,7 +30,7 @@ from runner.runtime.signals import StopSignals
 
 _USED, _PROCESS_S = 0.995, 0.6  # of the budget, but the start and the exit of the process, which are not measured
 _SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again for evaluations
-_EVALUATIONS, _BATCHES = 4, 8  # that are measured, and the fewest batches of each
+_EVALUATIONS, _BATCHES = 4, 4  # that are measured, and the fewest batches of each
 _WARM, _FEWEST, _ENDLESS = 3, 20, 10**6  # steps
 _OWN = ("runner.engine.", "runner.tracking.loggers.")
 
@@ -109,11 +110,12 @@ def fix_steps(
     directory.console.line(f"measuring how many steps fit into budget={config.budget}")
     total = seconds(config.budget)
     limit = min(_SHARE * total, _MOST_S)
-    first = _measure(config, directory, Clock(signals, limit), rehearse, steps=2 * _WARM, every=_WARM, batches=_BATCHES)
-    # Several evaluations are measured, and of long ones a part
-    every = math.ceil(limit / (first.step or limit) / _EVALUATIONS)
+    measure = functools.partial(_measure, config, directory, rehearse=rehearse)
+    first = measure(Clock(signals, limit), steps=_WARM + 1, every=_ENDLESS, batches=_BATCHES)
+    # Several evaluations are measured, of long ones a part, and steps without one
+    every = max(2, int(limit / (first.step or limit) / _EVALUATIONS))
     batches = max(_BATCHES, int(limit / (first.batch or limit) / _EVALUATIONS))
-    cost = _measure(config, directory, Clock(signals, limit), rehearse, steps=_ENDLESS, every=every, batches=batches)
+    cost = measure(Clock(signals, limit), steps=_ENDLESS, every=every, batches=batches)
     left = _USED * total - _PROCESS_S - world().decide(time.time) + directory.began - cost.start - cost.end
     intervals = (config.evaluate.every_epochs or 0) * cost.epoch, config.evaluate.every_steps or 0
     lengths = [length for length in intervals if length]
@@ -134,7 +136,7 @@ def fix_steps(
 
 
 def _measure(
-    config: Train, directory: RunDirectory, clock: Clock, rehearse: Rehearsal, *, steps: int, every: int, batches: int
+    config: Train, directory: RunDirectory, clock: Clock, *, rehearse: Rehearsal, steps: int, every: int, batches: int
 ) -> _Costs:
     """Train at most `steps` steps, and give the longest times of all ranks.
 

@@ -285,7 +285,7 @@ def adapt(config: Train, model: nn.Module, image: Callable[[], Tensor]) -> None:
     settings, modules = config.adapters, dict(model.named_modules())
     if settings.rank is None:
         return
-    require("adapters", "runner[lora]", "peft")
+    require("adapters", "runner[lora]", "peft", "transformers")  # which peft imports
     from peft import LoraConfig, inject_adapter_in_model
 
     names = [name for name in (*modules, *dict(model.named_parameters())) if name]
