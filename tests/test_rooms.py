@@ -215,7 +215,7 @@ BUDGET = {
     "launch": 958,
     "models": 1_664,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
-    "run": 4_460,
+    "run": 4_462,
     "runtime": 1_357,
     "sweeps": 1_837,
     "tasks": 843,

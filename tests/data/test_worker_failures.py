@@ -174,6 +174,7 @@ def test_workers_that_hang_or_are_frozen_are_waited_for_as_long_as_configured(wr
         assert gone(pids)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("persistent", some([True, False], 0))
 def test_frozen_workers_are_killed_at_the_end(persistent: bool) -> None:
     made = loader(persistent_workers=persistent)

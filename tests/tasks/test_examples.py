@@ -91,9 +91,10 @@ def agrees(cell: Any, value: Any) -> None:
 
 def test_the_transformer_of_words_learns(train: Callable[..., Any]) -> None:
     words = (CONF, "experiment=word_language_model", *RUNS["word_language_model"], "model=word_transformer")
-    found = train(*words, "optimizer.lr=1").metrics  # the text is a page of the documentation, which changes
+    # The text is a page of the documentation, which changes: at a low rate, the loss falls from one evaluation to the next
+    found = train(*words, "optimizer.lr=0.1", "epochs=4").metrics
     first, *_, last = (line["loss"] for line in found if line["split"] == "val")
-    assert last < first
+    assert last < first - 0.1
 
 
 def test_the_files_of_cora_are_read(workdir: Path) -> None:
