@@ -207,7 +207,7 @@ BUDGET = {
     "base": 922,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_402,
     "config": 3_918,
-    "data": 8_121,  # boxes, outlines and names of all readers are checked alike
+    "data": 8_142,  # boxes, outlines and names of all readers are checked alike
     "distributed": 700,
     "engine": 3_014,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import copy
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -39,6 +40,7 @@ _ADVICE = {
     "SIGKILL": " (the system kills processes that take too much memory)",
     "SIGBUS": " (as happens when the shared memory in /dev/shm is full)",
 }
+_PATIENCE_S = 2.0
 _END_S = 5.0
 _LOOKS = 1000
 _IN_MAIN = "data.num_workers=0, which reads in the main process"
@@ -309,19 +311,38 @@ def _how_it_ended(exitcode: int) -> str:
 
 
 def _shut_down(iterator: Any) -> None:
-    """Ask an iterator's workers to end, and kill those that have not after torch's 5 seconds for each."""
-    if hasattr(iterator, "_workers"):  # otherwise it reads in this process, or there is none
-        iterator._shutdown_workers()
+    """Ask an iterator's workers to end, and kill those that do not end soon.
+
+    torch alone would wait 5 seconds for each frozen worker, and as long again after a SIGTERM.
+    """
+    if not hasattr(iterator, "_workers"):  # it reads in this process, or there is none
+        return
+    if sys.is_finalizing():  # a thread started now never runs, and start() would wait for it forever
         _kill(iterator)
+        iterator._shutdown_workers()
+        return
+    # A worker that hangs in a read would block the end of the run
+    impatience = threading.Timer(_PATIENCE_S, _send_sigkill, (iterator,))
+    impatience.daemon = True
+    impatience.start()
+    try:
+        iterator._shutdown_workers()
+    finally:
+        impatience.cancel()
+        impatience.join()
+    _kill(iterator)
 
 
 def _kill(iterator: Any) -> None:
     """Kill what is left of an iterator's workers."""
-    workers = getattr(iterator, "_workers", ())
-    for worker in workers:
-        worker.kill()
-    for worker in workers:
+    _send_sigkill(iterator)
+    for worker in getattr(iterator, "_workers", ()):
         worker.join(_END_S)
+
+
+def _send_sigkill(iterator: Any) -> None:
+    for worker in getattr(iterator, "_workers", ()):
+        worker.kill()
 
 
 def as_numbers(array: np.ndarray) -> Any:
