@@ -109,6 +109,9 @@ def _work(
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(environment)
+    # It reads its variables when it is imported, which a module that the server loaded may have done
+    for name in [name for name in sys.modules if name.partition(".")[0] == "huggingface_hub"]:
+        del sys.modules[name]
     time.tzset()
     os.chdir(folder)
     sys.path[:0] = [folder, *environment.get("PYTHONPATH", "").split(os.pathsep)]
