@@ -11,7 +11,8 @@ _WORKERS = "data.placement=disk data.num_workers=2"
 _COLOUR = "data=synthetic data.dataset.samples=400 data.image_size=16 data.batch_size=20 data.hflip=0.5"
 _PICTURES = "data=image_folder data.root={here}/../pictures data.image_size=16 data.batch_size=4"
 _BOXES = (
-    "experiment=detection_torchvision data.root={here}/../objects data.dataset.train_images=images/train "
+    "data=coco model=torchvision_detection task=detection loss=none optimizer=sgd optimizer.lr=0.01 data.images=['0'] "
+    "evaluate.batch_size=8 data.root={here}/../objects data.dataset.train_images=images/train "
     "data.dataset.train_annotations=train.json data.dataset.val_images=images/val data.dataset.val_annotations=val.json "
     "model.name=fasterrcnn_mobilenet_v3_large_320_fpn model.options={min_size:32,max_size:40} data.batch_size=4"
 )
