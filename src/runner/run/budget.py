@@ -28,7 +28,7 @@ from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
 from runner.runtime.signals import StopSignals
 
-_USED, _PROCESS_S = 0.995, 0.6  # of the budget, but the start and the exit of the process, which are not measured
+_USED, _PROCESS_S = 0.995, 0.6  # share of the budget; seconds of starting and leaving the process
 _SHARE, _MOST_S = 0.05, 60.0  # of the budget, for measuring steps, and again for evaluations
 _EVALUATIONS, _BATCHES = 4, 4  # that are measured, and the fewest batches of each
 _WARM, _FEWEST, _ENDLESS = 3, 20, 10**6  # steps
@@ -83,7 +83,7 @@ class _Costs(NamedTuple):
     start: float  # seconds from building the run to its first step, and those that only the first evaluation takes
     step: float  # seconds
     evaluation: float  # seconds
-    batch: float  # seconds of an evaluation
+    batch: float  # seconds of one batch of an evaluation
     end: float  # seconds after the last evaluation: the test, the last save, curves
     epoch: int  # steps
 
@@ -140,7 +140,7 @@ def _measure(
 ) -> _Costs:
     """Train at most `steps` steps, and give the longest times of all ranks.
 
-    Evaluations come as the config says, and at least `every` so many steps; they take at most `batches` batches.
+    Evaluations come as the config says, and at least once in `every` steps; each takes at most `batches` batches.
     """
     most, ranks = config.limit.eval_batches or sys.maxsize, world()
     changes: dict[str, Any] = {"epochs": None, "max_steps": steps, "limit.eval_batches": min(batches, most)}
