@@ -171,6 +171,15 @@ def test_masks_of_few_bits_have_the_values_that_are_read(compose, workdir):
     assert (dataset["classes"], dataset["values"]) == (["0", "1", "2"], None)
 
 
+def test_images_beside_masks_of_another_name_are_no_class(compose, workdir):
+    for folder in ("images", "annotations"):
+        picture(workdir / "parts" / folder / "a.png")
+        picture(workdir / "splits/train" / folder / "a.png")
+    for name in ("parts", "splits"):
+        with pytest.raises(ConfigError, match=f"cannot tell what is in {name}"):
+            compose(f"data={name}")
+
+
 def test_typed_words_win_wherever_they_stand(compose, workdir):
     lay_out(workdir)
     own = ("model=mlp", "data=boxes/data.yaml", "epochs=2", "data.root=elsewhere", "transform=detection_ssd")

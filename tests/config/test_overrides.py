@@ -132,6 +132,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("data=imagenet", "data", "image_folder data.root=DIR"),
     ("debug=true", "debug", "did you mean 'smoke'"),
     ("~epochs", "epochs", "cannot be deleted"),
+    ("~optimizer.betas.0", "optimizer.betas.0", "cannot be deleted: it is an item of a list|optimizer.betas=[...]"),
     ("trainer=1", "trainer", "is not a key"),
     ("-m model=glob(zzz*)", "model", "has no option of that pattern|from: the override model=glob(zzz*)"),
     ("-m seed=glob(*)", "seed", "cannot be glob(...), which is for groups"),

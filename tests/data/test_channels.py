@@ -185,6 +185,13 @@ def test_a_damaged_png_of_16_bit_colours_is_refused_and_does_not_end_the_process
 
 
 @needs("tiff")
+def test_the_key_that_keeps_bands_is_named_for_a_tiff_that_pillow_cannot_read(tmp_path: Path) -> None:
+    tiff(tmp_path / "bands.tif", picture(0, 7, np.uint16))
+    with pytest.raises(UserError, match=r"bands.tif: .*data.dataset.channels=auto"):
+        read_image(tmp_path / "bands.tif", None, 3)
+
+
+@needs("tiff")
 def test_a_tiff_without_a_known_kind_of_pixels_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.tif").write_bytes(b"II*\0\x08" + bytes(9))
     with pytest.raises(UserError, match=r"empty.tif: its pixels are 0 of None"):

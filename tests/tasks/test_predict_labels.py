@@ -200,7 +200,7 @@ def test_what_cannot_be_written_is_refused(detector: str, photos: Path, refused:
     refused((detector, f"input=[photos/one.png,{photos}/one.png]", "format=coco"), "input", "one.png", verb="predict")
     config: Any = None
     with pytest.raises(UserError, match="path"):
-        Labels(config, [], [None], (), 0)
+        Labels(config, [], [None], (), 0, None)
 
 
 def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(
@@ -217,7 +217,11 @@ def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(
     (source / "broken.png").write_bytes(b"none")
     # Resized to three and nine times the size, so that the middle of each pixel has its colour
     words = (segmenter, "input=photos", "format=masks")
-    accepted("predict", *words, "output=made")
+    accepted("predict", *words, "output=made", "pictures=true")
+    for name, mask in masks.items():
+        given, drawn = (np.asarray(Image.open(workdir / folder / name)) for folder in ("photos", "made/pictures"))
+        assert drawn.shape == given.shape
+        assert np.array_equal((given != drawn).any(2), mask.numpy() > 0)  # the background has no colour
     data = segmentation_folder("made")["train"]
     assert data.classes == drawn_masks.CLASSES
     assert len(data) == 3

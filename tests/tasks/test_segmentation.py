@@ -192,6 +192,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object] | None, str, str, tuple[str, ..
     "no mask": (
         lambda root: (root / "train/masks/003.png").unlink(), "", "data.root", ("1 of 20", "003", "have no mask"),
     ),
+    "mask of another name": (
+        lambda root: (root / "train/masks/003.png").rename(root / "train/masks/003_mask.png"), "", "data.root",
+        ("1 of 20", "003", "have no mask", "1 mask has no image, such as", "003_mask.png"),
+    ),
     "size": (mask("train/masks/003.png", size=(20, 24)), "", "", ("003.png has 24 x 20", "24 x 24")),
     "colours": (mask("train/masks/003.png", kind="RGB"), "", "", ("003.png", "(RGB) without a palette")),
     "two masks": (mask("train/masks/003.bmp"), "", "data.root", ("003.bmp", "003.png", "two masks")),
@@ -251,6 +255,28 @@ def test_black_and_white_masks_and_splits_by_fractions(train: Callable[..., Any]
     result = train(*TINY, *words, "data.root=shapes/train", "epochs=1")
     assert "2 classes" in result.err + result.out
     assert "6 val" in result.err + result.out
+
+
+def test_a_mask_without_an_image_is_a_warning(train: Callable[..., Any], shapes: Path) -> None:
+    for number in (3, 4):
+        (shapes / "train" / "images" / f"{number:03}.png").unlink()
+    assert "data.root: 2 masks have no image, such as shapes/train/masks/003.png" in train(*TINY, "epochs=1").out
+
+
+def test_balanced_class_weights_are_those_of_the_pixels(
+    train: Callable[..., Any], printed: Any, shapes: Path, compose: Any
+) -> None:
+    words = (*TINY, "loss.class_weights=balanced")
+    masks = np.concatenate([np.array(Image.open(path)).ravel() for path in (shapes / "train" / "masks").iterdir()])
+    counts = [int((masks == number).sum()) for number in range(3)]
+    assert read_words(compose, *words).class_counts.tolist() == counts
+    assert read_words(compose, *TINY).class_counts is None
+    weights = [sum(counts) / count for count in counts]
+    listed = train(*TINY, f"loss.class_weights={weights}").summary["last"]["loss"]
+    result = train(*words)
+    assert result.summary["last"]["loss"] == pytest.approx(listed, rel=1e-5)
+    evaluated = printed("eval", f"ckpt_path={result.directory}/checkpoints/last.safetensors", "split=val")
+    assert evaluated["metrics"] == result.summary["last"]
 
 
 def test_a_class_may_have_several_values(compose: Any) -> None:

@@ -64,7 +64,8 @@ def _found_in(value: str, names: Sequence[str]) -> tuple[str, ...]:
                 return "a folder of COCO's format", "detection_torchvision", "data=coco", *_coco(files[0])
             # The first files of a folder tell whether it has images, also where there are millions
             below = [itertools.islice(each.rglob("*"), 1000) for each in train.glob("[!.]*")]
-            if sum(any(_IMAGE.fullmatch(file.suffix) for file in files) for files in below) > 1:
+            kinds = sum(any(_IMAGE.fullmatch(file.suffix) for file in files) for files in below)
+            if kinds > 1 and not (train / "images").is_dir():  # whose masks have another name than masks/
                 return "a folder of images for each class", "", "data=image_folder", root
         elif path.suffix == ".json":
             return "COCO's format", "detection_torchvision", "data=coco", *_coco(path)

@@ -172,6 +172,8 @@ def _problem(
         if override.is_delete() and annotation is not Any:
             allowed = f"set it to {keys.describe(annotation)}"
             return Problem(key, "cannot be deleted: it is part of the schema", allowed)
+        if override.is_delete() and (listed := key.rpartition("."))[2].isdigit():
+            return Problem(key, "cannot be deleted: it is an item of a list", f"the whole list: {listed[0]}=[...]")
         return None
     if override.is_delete() or isinstance(value, Glob):
         return None

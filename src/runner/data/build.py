@@ -23,6 +23,7 @@ from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOr
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
 from runner.data.sources.listing import in_two_splits
+from runner.data.sources.masks import MaskFolder
 from runner.data.splits import Parts, groups_of, make_splits, targets_of
 from runner.data.transforms.augment import as_shown
 from runner.data.transforms.mixing import Mixing
@@ -61,6 +62,9 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
             raise UserError("data.dataset", "has sparse or nested tensors", "to_dense(), or indices and values")
         place(made, sum(each.nbytes for each in tensors) // len(items))
         made.choices += [as_shown(data.normalize.mean, data.normalize.std)] if data.images else []
+        # Pixels are counted where a loss asks for it, as all masks are read
+        if config.loss.get("class_weights") == "balanced" and hasattr(train_set, "class_counts"):
+            made.class_counts = train_set.class_counts(train_indices[:].tolist())
     made.warnings += _files_listed_twice(parts)
     # Mixing needs the number of classes to make probabilities of targets
     if (node := config.transform.mix) is not None:
@@ -130,7 +134,10 @@ def _learn_of_pairs(made: DataModule, make_cache: bool) -> None:
 
 def _files_listed_twice(parts: Parts) -> list[str]:
     """Warnings of folders of images, and of files that are in two splits."""
-    folders = {name: dataset for name, (dataset, _) in parts.items() if isinstance(dataset, ImageFolder)}
+    sets = {
+        name: dataset.images if isinstance(dataset, MaskFolder) else dataset for name, (dataset, _) in parts.items()
+    }
+    folders = {name: dataset for name, dataset in sets.items() if isinstance(dataset, ImageFolder)}
     warnings = list(dict.fromkeys(text for folder in folders.values() for text in folder.warnings))
     # Annotations may list a file twice; the folders of an index do not, and may have a million
     names = {name: [*map(os.fsdecode, each.file_names())] for name, each in folders.items() if not each.indexed}

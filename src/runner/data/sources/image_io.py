@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from PIL import Image, features
+from PIL import Image, UnidentifiedImageError, features
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -303,7 +303,12 @@ def _opened(
             opened: Any = content.copy()
         else:
             file: Any = files.enter_context(open_regular(path) if content is None else io.BytesIO(content))
-            opened = files.enter_context(Image.open(file, formats=_FORMATS))
+            try:
+                opened = files.enter_context(Image.open(file, formats=_FORMATS))
+            except UnidentifiedImageError as error:
+                if kind != "image" or not str(path).lower().endswith((".tif", ".tiff")):
+                    raise
+                raise ValueError("Pillow reads no such TIFF; data.dataset.channels=auto keeps its bands") from error
         bands.check_size(path, opened.size, max_pixels)
         yield opened
 

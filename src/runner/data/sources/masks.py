@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,15 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
     def classes_of(self, index: int) -> list[int]:
         """The numbers of the classes that item `index` shows."""
         return [value for value in np.unique(self.mask(index)).tolist() if value != _IGNORED]
+
+    def class_counts(self, indices: Iterable[int]) -> Tensor:
+        """The number of pixels of each class in these items, int64 (C,); masks that cannot be read do not count."""
+        counts = torch.zeros(len(self.classes), dtype=torch.int64)
+        for index in indices:
+            with contextlib.suppress(UserError):  # said, or skipped, when it is used
+                numbers = self.mask(index).flatten().long().clamp(-1, _IGNORED) + 1  # others are 0 or 256
+                counts += numbers.bincount(minlength=_IGNORED + 2)[1 : len(counts) + 1]
+        return counts
 
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
@@ -132,13 +141,16 @@ def segmentation_folder(
     check_values(values, names)
     decoding = Decoding(None, channels, max_pixels=max_pixels)
     pairs = {split: _pairs(folder / "images", folder / "masks") for split, folder in folders.items()}
-    made = {split: MaskFolder(files, names, decoding, values) for split, files in pairs.items()}
+    made = {split: MaskFolder(files, names, decoding, values) for split, (files, _) in pairs.items()}
+    for split, (_, warnings) in pairs.items():
+        made[split].images.warnings = warnings
     allowed = "[0, 255] if white is class 1, or [0, 1] if it does stand for no class"
     refuse_ignored(len(made["train"]), made["train"].mask, "dataset.values", allowed, mapped=values is not None)
     return made
 
 
-def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
+def _pairs(images: Path, masks: Path) -> tuple[list[tuple[Path, Path]], list[str]]:
+    """The files of the samples, and a warning of masks without an image, if there are any."""
     listed = {folder: images_below(folder) if folder.is_dir() else ([], []) for folder in (images, masks)}
     for folder, (found, _) in listed.items():
         if not found:
@@ -149,12 +161,17 @@ def _pairs(images: Path, masks: Path) -> list[tuple[Path, Path]]:
         if (other := by_name.setdefault(_stem(path, masks), path)) is not path:
             raise UserError("data.root", f"{other} and {path} are two masks of one image")
     files = {path: _stem(path, images) for path in map(Path, listed[images][0])}
+    named = {*files.values()}
     if unread := listed[images][1]:
         raise UserError("data.root", f"{len(unread):,} images are of a type that is not read, such as {unread[0]}")
+    unused = [path for name, path in by_name.items() if name not in named]
+    have = "mask has" if len(unused) == 1 else "masks have"
+    more = f"{len(unused):,} {have} no image, such as {unused[0]}" if unused else ""
     if missing := [name for name in files.values() if name not in by_name]:
         problem = f"{len(missing):,} of {len(files):,} images in {images.absolute()} have no mask, such as {missing[0]}"
+        problem += more and f", and {more}"
         raise UserError("data.root", problem, f"a mask for each, such as {masks.absolute() / missing[0]}.png")
-    return [(path, by_name[name]) for path, name in files.items()]
+    return [(path, by_name[name]) for path, name in files.items()], [f"data.root: {more}"] if more else []
 
 
 def _stem(path: Path, folder: Path) -> str:

@@ -9,7 +9,7 @@ import os
 import pkgutil
 import time
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 from runner.base import durations
@@ -165,15 +165,20 @@ def show(console: Console, results: Results, seen: dict[str, dict[str, Any]], se
     """Print a table of all results, what was seen of the images, and how many results there are of each kind."""
     rows, built = [], results[BUILD][0].status == "pass"
     names: dict[str, list[str]] = {"fail": [], "warn": [], "pass": [], "skip": []}
+    skipped: dict[str, list[str]] = defaultdict(list)  # names of checks by the reason
     for check, (result, _) in results.items():
         names[result.status].append(check.name)
-        if built or result.fix:  # of what was built in part, only what is wrong is of interest
+        if result.status == "skip":
+            skipped[result.evidence].append(check.name)
+        elif built or result.fix:  # of what was built in part, only what is wrong is of interest
             rows.append([check.group, check.name, result.status, result.evidence])
         # What a check looks for helps only where it found something
         if result.fix:
             rows.append(["", "", "", f"  looks for: {check.finds[0].lower()}{check.finds[1:]}"])
             rows.append(["", "", "", f"  fix: {result.fix}"])
     console.table("", ["group", "check", "result", "evidence"], rows)
+    for reason, checks_skipped in skipped.items() if built else ():
+        console.line(f"skipped ({reason}): {', '.join(checks_skipped)}")
     for split, of_split in seen.items():
         line, classes = f"saw {of_split['read']:,} of {of_split['samples']:,} samples of {split}", of_split["classes"]
         fewest = [f"{name} {classes[name]:,}" for name in sorted(classes, key=classes.__getitem__)]

@@ -22,7 +22,8 @@ from runner.base.files import write_atomically, writing
 from runner.config.schema.verbs import Predict
 from runner.data.samples import SampleTransform, SeededDataset
 from runner.data.sources.detection import labels_of
-from runner.data.sources.image_io import upright_size
+from runner.data.sources.image_io import Decoding, upright_size
+from runner.run.evaluation import drawn
 from runner.verbs.predict.rows import Row, encodable
 
 
@@ -38,6 +39,7 @@ class Labels:
     files: Sequence[Any]  # of all samples
     classes: Sequence[str]
     ignored: int  # value of pixels of a mask that do not count
+    task: Any  # draws pictures
 
     def __post_init__(self) -> None:
         if None in self.files:
@@ -60,6 +62,7 @@ class Labels:
         else, such as a flip.
         """
         from torchvision import tv_tensors  # takes a second, and most commands do not need it
+        from torchvision.transforms.v2.functional import to_dtype
 
         size, of_pixels = upright_size(row["path"], self.config.data.max_pixels), self.config.format == "masks"
         made_of = [row.get(name) for name in (["mask"] if of_pixels else ["boxes", "labels", "scores"])]
@@ -87,6 +90,11 @@ class Labels:
             for axis, side in enumerate(size):  # the nearest pixels
                 place = (torch.arange(side) + 0.5) * factor[0, 1 - axis] + start[0, 1 - axis] + 1
                 mask = mask.index_select(axis, place.floor().long().clamp(0, mask.shape[axis] - 1))
+            if self.config.pictures:
+                data = self.config.data
+                image = Decoding(None, data.dataset.get("channels", 3), max_pixels=data.max_pixels).read(row["path"])
+                image = to_dtype(image, torch.uint8, scale=True)[: 3 if len(image) > 2 else 1].expand(3, -1, -1)
+                made["picture"] = drawn(self.task, (image[None], 0), {"mask": mask}, self.classes)
             return made | {"mask": mask}
         boxes = ((row["boxes"].double() - start) / factor).clamp(min=0).minimum(sides)
         boxes[:, 2:] -= boxes[:, :2]
@@ -119,6 +127,10 @@ class Labels:
                         Image.fromarray(row["mask"].numpy()).save(label)
                     elif label != link:
                         label.write_text(lines)
+                    if "picture" in row:
+                        picture = folder / "pictures" / label.relative_to(folder / "masks")
+                        picture.parent.mkdir(parents=True, exist_ok=True)
+                        Image.fromarray(row["picture"].permute(1, 2, 0).numpy()).save(picture)
             return [{"path": encodable(row["path"])} for row in rows]
 
         yield write

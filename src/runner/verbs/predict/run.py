@@ -95,7 +95,8 @@ def run(composition: Composition) -> float:
     if not as_list(config.input):
         raise UserError("input", "is missing", _INPUTS)
     as_table = config.format == "table"
-    _refuse_keys(config, ("threshold",) if as_table else ("pictures",), f"format={config.format}")
+    refused = {"table": ("threshold",), "masks": ()}.get(config.format, ("pictures",))
+    _refuse_keys(config, refused, f"format={config.format}")
     if as_table and config.output is not None:
         check_ending(Path(config.output))
     device, precision = resolved.set_up_device("predict", report)
@@ -221,7 +222,7 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: to
             files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
             transforms = callables("transform.sample_eval", config.transform.sample_eval)
             names, ignored = class_names(resolved, task), getattr(task, "ignore_index", 255)
-            predictor.labels = Labels(config, transforms, files, names, ignored)
+            predictor.labels = Labels(config, transforms, files, names, ignored, task)
         return predictor
     plain = model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
