@@ -28,11 +28,13 @@ from runner.config.load import opened, resolve_config
 from runner.config.schema.train import Train
 from runner.config.schema.verbs import Eval, Predict
 from runner.config.task_file import with_task_file
+from runner.data.loaders import Batch
 from runner.data.module import callables
 from runner.data.sources.bands import check_kind
-from runner.data.sources.image_files import ImageFiles
+from runner.data.sources.image_files import ImageFiles, samples_loader
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
+from runner.run.evaluation import Predictions
 from runner.run.from_checkpoint import MODEL, activation_of, class_names, resolve_checkpoint, run_directory_of
 from runner.run.model import model_of, prepared
 from runner.run.setup import why_occupied
@@ -102,6 +104,25 @@ class Preprocess:
         return prepared(self._pipeline, torch.stack(images).to(self._device))
 
 
+class SamplePreprocess(Preprocess):
+    """Turns images into a batch as `predict_step` takes it; those of detectors keep their sizes, so there is no `shape`."""
+
+    def __init__(self, config: Train, device: torch.device, predictions: Predictions) -> None:
+        # A file that cannot be read raises, and a few images need no processes
+        data = dataclasses.replace(config.data, on_error="raise", num_workers=0)
+        self._config, self._device, self._predictions = dataclasses.replace(config, data=data), device, predictions
+
+    def batch(self, sources: Sequence[Path | Image.Image]) -> Any:
+        """The data of one batch, for files or images in memory."""
+        evaluate = dataclasses.replace(self._config.evaluate, batch_size=len(sources))
+        loader, _ = samples_loader(dataclasses.replace(self._config, evaluate=evaluate), self._device, sources)
+        return next(iter(loader.batches(0, 0, 1))).data
+
+    def rows(self, sources: Sequence[Path | Image.Image]) -> list[dict[str, Any]]:
+        """What the task predicts for each."""
+        return self._predictions.forward(Batch(self.batch(sources), torch.arange(len(sources))))
+
+
 @dataclass(frozen=True)
 class Trained:
     """A trained model and what is needed to use it."""
@@ -127,6 +148,8 @@ class Trained:
     ) -> list[dict[str, Any]]:
         """Predictions for images: one dict an image, with the columns that `python -m runner predict` writes.
 
+        Those of a task with `predict_step`, such as boxes, are tensors, and in pixels of the image that the model got.
+
         Args:
             images: one or several.
             top_k: number of classes to name.
@@ -140,13 +163,21 @@ class Trained:
         threshold = getattr(self.task, "threshold", 0.5) if activation_of(self.task) == "sigmoid" else None
         rows = RowBuilder(self.classes, top_k, probabilities, logits=False, threshold=threshold)
         precision = choose_precision(self.config.amp, self.device, self.config.dtype)
-        sources, predicted = _sources(images), []
+        sources, predicted, preprocess, size = _sources(images), [], self.preprocess, _BATCH
+        if isinstance(preprocess, SamplePreprocess):
+            if top_k > 1 or probabilities:
+                raise UserError("top_k", "and probabilities do not apply to rows that the task makes", "their defaults")
+            size = self.config.evaluate.batch_size  # as the verb does
         with evaluating(self.model):
-            for start in range(0, len(sources), _BATCH):
-                batch = sources[start : start + _BATCH]
+            for start in range(0, len(sources), size):
+                batch = sources[start : start + size]
                 with precision.autocast():
-                    outputs = self.model(self.preprocess.batch(batch).to(precision.weights)).float().cpu()
-                for source, row in zip(batch, rows.rows(outputs), strict=True):
+                    if isinstance(preprocess, SamplePreprocess):
+                        found = preprocess.rows(batch)
+                    else:
+                        outputs = self.model(preprocess.batch(batch).to(precision.weights))
+                        found = rows.rows(outputs.float().cpu())
+                for source, row in zip(batch, found, strict=True):
                     predicted.append(({"path": str(source)} if isinstance(source, Path) else {}) | row)
         return predicted
 
@@ -250,19 +281,21 @@ def load(
     report = _Warnings()
     report.warnings(resolved.found.warnings)
     place, _ = choose_device(device)
-    if resolved.config.data.images is not None:
-        problem = f"{resolved.found.path} was trained on other samples than pairs of image and target"
-        raise UserError("ckpt_path", problem, "the verbs eval, predict and export")
     # The data set itself need not be there
     data = resolved.data_facts()
     task, modules = resolved.restore_model(data, place)
-    steps = callables("transform.sample_eval", resolved.config.transform.sample_eval)
-    files = ImageFiles([], resolved.config.data, steps, (data.channels, *data.image_size))
+    if resolved.config.data.images is not None:
+        rows = Predictions(resolved.config, task, modules, False, resolved.classes)
+        preprocess: Preprocess = SamplePreprocess(resolved.config, place, rows)
+    else:
+        steps = callables("transform.sample_eval", resolved.config.transform.sample_eval)
+        files = ImageFiles([], resolved.config.data, steps, (data.channels, *data.image_size))
+        preprocess = Preprocess(files, resolved.input_pipeline(place), place)
     record = resolved.record()
     return Trained(
         model=model_of(modules).to(choose_precision(resolved.config.amp, place, resolved.config.dtype).weights),
         classes=class_names(resolved, task),
-        preprocess=Preprocess(files, resolved.input_pipeline(place), place),
+        preprocess=preprocess,
         config=resolved.config,
         path=resolved.found.path,
         step=record["global_step"],

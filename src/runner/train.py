@@ -261,12 +261,20 @@ def _train(
             tested = directory.summary["test"] | {WEIGHTS_STEP: directory.summary["test_step"]}
             # In the epoch that has begun, if it has not ended
             buffer("test", tested, state.position.global_step, state.position.epoch + (state.position.batch > 0))
-        elif data.test is None and config.evaluate.test and config.data.split.val != "test":
-            console.line("not tested: there is no test split (data.split.test=0.2 takes one from the training samples)")
+        else:
+            _show_untested(run, directory)
         data.bad_samples.join(world())
     except Interrupted:
         raise Preempted(agreement.reason() or signals.asked()) from None
     return state.best.value if state.best else None
+
+
+def _show_untested(run: Run, directory: RunDirectory) -> None:
+    if (best := run.state.best) is not None:
+        directory.console.line(f"best evaluation: step {best.global_step:,}  {metric(best.metric, best.value)}")
+    if run.data.test is None and run.config.evaluate.test and run.config.data.split.val != "test":
+        reason = "there is no test split (data.split.test=0.2 takes one from the training samples)"
+        directory.console.line(f"not tested: {reason}")
 
 
 def _note_losses(

@@ -189,6 +189,10 @@ def test_typed_words_win_wherever_they_stand(compose, workdir):
     assert (composition.values["epochs"], composition.values["data"]["root"]) == (2, "elsewhere")
     assert "task=null" in compose("data=flat", "task=null", "task._target_=my.Task").data_found
     assert compose("data=boxes", "experiment=voc_faster_rcnn").group_choices["experiment"] == "voc_faster_rcnn"
+    # A model that another recipe trains brings it
+    for model, recipe in (("rtdetr_r18", "detection"), ("torchvision_detection", "detection_torchvision")):
+        choices = compose("data=boxes", f"model={model}").group_choices
+        assert (choices["model"], choices["experiment"]) == (model, recipe)
 
 
 def test_the_name_of_an_option_wins_over_a_path(compose, workdir):

@@ -122,6 +122,7 @@ WRONG: list[tuple[str, str, str]] = [
     ("logger=[none,csv]", "logger", "none and others"),
     ("callbacks=[default,none]", "callbacks", "none and others"),
     ("model=resnet50", "model", "model=torchvision model.name=resnet50"),
+    ("model=fcos", "model", "did you mean 'torchvision_detection model.name=fcos_resnet50_fpn'"),
     ("model=vit", "model", "did you mean 'vit_tiny'"),
     ("model=mlp.yaml", "model", "did you mean 'mlp'"),
     ("model=conf/model/mlp.yaml", "model", "did you mean 'mlp'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,6 +321,19 @@ def test_a_wrong_line_of_yolo_is_named_or_its_image_replaced(drawn: Path, line: 
     assert len(images[0][1]["labels"]) == 1
     with pytest.raises(UserError, match=r"line 2 of .*001.txt"):
         images[1]
+
+
+def test_a_description_outside_of_its_images_is_told_the_words_that_read_them(drawn: Path, tmp_path: Path) -> None:
+    description = tmp_path / "elsewhere" / "own.yaml"
+    description.parent.mkdir()
+    description.write_text(f"path: {drawn}\ntrain: images/train\nval: images/val\nnames: [tall, wide]\n")
+    words = f"data.root={drawn} data.dataset.description={description}"
+    with pytest.raises(UserError, match=re.escape(words)):
+        yolo(str(description))
+    assert len(yolo(str(drawn), str(description))["train"]) == len(yolo(str(drawn))["train"])
+    description.write_text("train: [images/train, images/val]\nnames: [tall, wide]\n")
+    with pytest.raises(UserError, match="lists of folders"):
+        yolo(str(description))
 
 
 def test_key_points_of_yolo_follow_the_box(drawn: Path) -> None:

@@ -184,6 +184,7 @@ def test_a_run_on_folders_of_train_and_val_trains_on_all_of_train_and_says_that_
     result = accepted("train", *RUN, "data.root=images", "hydra.run.dir=mine")
     assert "images (image_folder), 3x8x8, 2 classes, 20 train, 8 val\n" in result.out
     assert "not tested: there is no test split" in result.out
+    assert "best evaluation: step " in result.out
     summary = json.loads(Path("mine/summary.json").read_text())
     assert "test" not in summary
     assert summary["status"] == "finished"

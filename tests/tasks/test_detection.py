@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 from extras import needs
+from PIL import Image
 from read_splits import read_words
 
+from runner import load
+from runner.base.errors import UserError
 from runner.data.sampler import sample_of
 from runner.tasks.detection import Detection
 
@@ -240,3 +243,54 @@ def test_image_files_are_predicted_and_errors_without_a_loss_are_refused(
     assert [Path(row["path"]).name for row in rows] == [f"00{number}.png" for number in range(5)]
     assert all(len(row["boxes"]) == len(row["scores"]) == 2 and Path(row["picture"]).is_file() for row in rows)
     refused((checkpoint, "split=val", "what=errors"), "what", verb="inspect")
+
+
+def test_a_loaded_detector_finds_what_predict_writes_also_in_images_in_memory(
+    train: Callable[..., Any], accepted: Any, workdir: Path
+) -> None:
+    checkpoint = train(*MASKS).directory
+    accepted("predict", f"ckpt_path={checkpoint}", "input=drawn/images/val", "output=found.jsonl")
+    rows = [json.loads(line) for line in (workdir / "found.jsonl").read_text().splitlines()]
+    trained = load(checkpoint)
+    found = trained.predict("drawn/images/val")
+    tensors = [{name: value for name, value in row.items() if name != "path"} for row in found]
+    assert [row["path"] for row in found] == [row["path"] for row in rows]
+    assert [{name: value.tolist() for name, value in row.items()} for row in tensors] == [
+        {name: value for name, value in row.items() if name != "path"} for row in rows
+    ]
+    assert trained.classes == (*drawn_objects.NAMES,)
+    image = Image.open(rows[0]["path"])
+    (one,) = trained.predict(image)
+    assert len(one["boxes"]) == len(rows[0]["boxes"]) > 0
+    torch.testing.assert_close(one["boxes"], trained.predict(rows[0]["path"])[0]["boxes"], rtol=0, atol=0)
+    pictures, _ = trained.preprocess([image, rows[1]["path"]])
+    assert [picture.shape for picture in pictures] == [(3, 32, 40)] * 2
+    with pytest.raises(UserError, match="top_k"):
+        trained.predict(image, top_k=2)
+    with pytest.raises(UserError, match=r"val\.json: its content is not an image"):
+        trained.predict("drawn/val.json")
+
+
+def test_a_run_without_a_test_names_its_best_evaluation_which_eval_repeats(
+    train: Callable[..., Any], accepted: Any
+) -> None:
+    run = train(*MASKS)
+    best = run.summary["best"]
+    said = (Path(run.directory) / "run.log").read_text()
+    assert f"best evaluation: step {best['global_step']}  val/map {best['value']:.4g}\n" in said
+    evaluated = json.loads(accepted("eval", f"ckpt_path={run.directory}", "split=val", "--json").out)
+    assert evaluated["metrics"]["map"] == best["value"]
+
+
+@pytest.mark.parametrize(
+    ("words", "warned"),
+    [
+        (("data.image_size=96",), "data.image_size=96 is the edge of mosaics alone"),
+        (("scheduler.warmup=7",), "scheduler.warmup=7 is longer than the run of 6 steps"),
+        (("scheduler.warmup=6",), ""),
+    ],
+)
+def test_settings_that_do_not_reach_the_model_are_warned_of(accepted: Any, words: Any, warned: str) -> None:
+    said = accepted("train", *TINY, *words, "dry_run=true").out
+    assert warned in said
+    assert ("warmup" in said, "image_size" in said) == ("warmup" in warned, "image_size" in warned)

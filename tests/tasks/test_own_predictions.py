@@ -380,7 +380,7 @@ def test_the_model_alone_is_exported(train: Callable[..., Any], printed: Any) ->
         ((*MASKS, "task._target_=own_predictions.WrongRows"), "predict input=test", "task", "(1, 16, 16)"),
         ((*MASKS, "task._target_=own_predictions.WrongPicture"), "predict input=test pictures=true", "task", "draw"),
         (MASKS, "predict input=test top_k=2", "top_k", "predict_step"),
-        (BOXES, "export", "task", "a batch has list images"),
+        (BOXES, "export", "task", "model=rtdetr_r18"),
         (BOXES, "inspect features=[layer]", "features", "pairs"),
         (BOXES, "inspect what=inputs", "what", "inputs"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,8 @@ def test_boxes_are_read_as_training_data_in_the_pixels_of_the_images(
 def test_the_threshold_is_the_least_score_and_boxes_end_at_the_edge(
     detector: str, photos: Path, accepted: Any, workdir: Path
 ) -> None:
-    accepted("predict", detector, "input=photos/more/two.png", "output=made", "format=coco", "threshold=0")
+    shown = accepted("predict", detector, "input=photos/more/two.png", "output=made", "format=coco", "threshold=0").out
+    assert re.search(r"path +boxes\n.*\nphotos/more/two.png +2\n", shown)
     made = json.loads((workdir / "made" / "annotations.json").read_text())
     assert made["images"] == [{"id": 1, "file_name": "two.png", "width": 40, "height": 32}]
     assert made["categories"] == [{"id": 1, "name": "tall"}, {"id": 2, "name": "wide"}]

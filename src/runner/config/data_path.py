@@ -40,6 +40,8 @@ def written_out(words: Sequence[str], sources: Sources) -> tuple[list[str], str]
     if value not in sources.found:
         sources.found[value] = _found_in(value, names)
     kind, preset, *own = sources.found[value]
+    if {"model=rtdetr_r18", "model=transformers_detection"}.intersection(words):  # SGD does not train them
+        preset = preset.removesuffix("_torchvision")
     # A checkpoint has the model and its task
     resumes = any(key_of(word) == "ckpt_path" and not word.endswith(("=", "=null")) for word in words)
     own = own if resumes or not preset else [f"experiment={preset}", *own]

@@ -163,10 +163,18 @@ def validate_limits(run: Run) -> list[str]:
     # A loss for numbers on classes is unusual but runs, so it is worth a warning only
     if str(config.task["_target_"]).endswith(".Classification") and str(config.loss["_target_"]).endswith(of_numbers):
         warnings.append("loss: is one for numbers, on classes: loss=cross_entropy is the usual one for these")
+    sizes = config.model.get("size"), (config.model.get("options") or {}).get("min_size")
+    if str(config.task["_target_"]).endswith(".Detection") and config.data.image_size not in (None, *sizes):
+        problem = "is the edge of mosaics alone: a detector resizes images itself, as"
+        warnings.append(f"data.image_size={config.data.image_size} {problem} model.size or model.options.min_size says")
     # Early stopping and Plateau would wait forever without evaluations
     waiting = [f"callbacks.{name}" for name, node in config.callbacks.items() if stops_early(node)]
     schedules = components_of("scheduler", config.scheduler)
     waiting += [key for key, node in schedules.items() if str(node["_target_"]).endswith("Plateau")]
+    for key, node in schedules.items():
+        if isinstance(warmup := node.get("warmup"), int | float) and warmup > total_steps:
+            problem = f"is longer than the run of {total_steps:,} steps; below 1 it is a share of them"
+            warnings.append(f"{key}.warmup={warmup:g} {problem}, such as 0.05")
     if run.data.val is None and waiting:
         allowed = "data.split.val=0.1, or a data set with a validation split"
         raise UserError(waiting[0], "waits for evaluations, but there is no validation split", allowed)

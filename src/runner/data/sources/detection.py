@@ -339,7 +339,10 @@ def yolo(
             raise UserError("data.dataset", problem, "data.root=FOLDER with a folder above all images")
         if not folder.is_dir():
             if split == "train" or said.get(split):
-                raise UserError("data.dataset", f"the images of '{split}', {folder}, are not a folder")
+                allowed = f"a folder below {base}; lists of folders and of files are not read"
+                if ((elsewhere := Path(str(said.get("path")))) / name).is_dir():  # of Ultralytics' users
+                    allowed = f"data.root={elsewhere.absolute()} data.dataset.description={path.absolute()}"
+                raise UserError("data.dataset", f"the images of '{split}', {folder}, are not a folder", allowed)
             continue
         files, unread = listing.images_below(folder)
         images = [Annotated(Path(file), number, None) for number, file in enumerate(files)]

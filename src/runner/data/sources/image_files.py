@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,11 +43,17 @@ class ImageSamples(ImageFolder):
     """Image files as samples without a target: (image, 0), or {field: image}; images are tv_tensors, uint8 (C, H, W)."""
 
     field = "0"
+    pictures: Mapping[int, Image.Image] = MappingProxyType({})  # in memory, by index, instead of files
+
+    def encoded(self, index: int) -> Any:
+        """See `ImageList.encoded`."""
+        picture = self.pictures.get(index)
+        return super().encoded(index) if picture is None else ("in memory", picture)
 
     def __getitem__(self, index: int) -> Any:
-        from torchvision.tv_tensors import Image  # takes a second, and few runs need it
+        from torchvision import tv_tensors  # takes a second, and few runs need it
 
-        image = Image(super().__getitem__(index)[0])
+        image = tv_tensors.Image(super().__getitem__(index)[0])
         return (image, 0) if self.field == "0" else {self.field: image}
 
 
@@ -182,19 +189,23 @@ def files_loader(
     return loader, unreadable
 
 
-def samples_loader(config: Train, device: torch.device, paths: Sequence[Path]) -> tuple[Loader, BadSamples]:
-    """A loader of image files in their order, as `ImageSamples`; and its unreadable files.
+def samples_loader(
+    config: Train, device: torch.device, sources: Sequence[Path | Image.Image]
+) -> tuple[Loader, BadSamples]:
+    """A loader of image files, or images in memory, in their order, as `ImageSamples`; and its unreadable files.
 
     Files are RGB, unless `data.dataset.channels` or else `model.in_channels` says otherwise. Raises `UserError` if samples are not
     made of one image.
     """
-    data, count, fields = config.data, len(paths), config.data.images or []
+    data, count, fields = config.data, len(sources), config.data.images or []
     if len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
         problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
         raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
     given: Any = data.dataset.get("channels", config.model.get("in_channels"))
     channels: Channels = given if given in (1, *KEPT) else 3
+    paths = [source if isinstance(source, Path) else Path() for source in sources]
     files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, data.decode))
+    files.pictures = {place: each for place, each in enumerate(sources) if isinstance(each, Image.Image)}
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
     made.fix_channels()
     files.field = fields[0]

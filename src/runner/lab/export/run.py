@@ -270,7 +270,9 @@ def _inputs_of_samples(resolved: ResolvedCheckpoint[Export], task: Any, model: n
         kinds = data.items() if isinstance(data, Mapping) else found.items()
         problem += ", ".join(f"{type(value).__name__} {name}" for name, value in kinds) or f"a {type(data).__name__}"
         allowed = "export_inputs(batch) of the task, which gives tensors (B, ...): one, a tuple, or a dict by the names of forward"
-        raise UserError("task", problem, f"{allowed}, without a gap")
+        of_lists = any(isinstance(value, list) for value in found.values())  # as detectors of torchvision do
+        allowed += ", without a gap" + "; for boxes model=rtdetr_r18 or model=transformers_detection" * of_lists
+        raise UserError("task", problem, allowed)
     return DataFacts(resolved.classes, 0, (0, 0)), {name: found[name] for name in own if name in found}
 
 

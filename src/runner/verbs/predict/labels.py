@@ -131,7 +131,8 @@ class Labels:
                         picture = folder / "pictures" / label.relative_to(folder / "masks")
                         picture.parent.mkdir(parents=True, exist_ok=True)
                         Image.fromarray(row["picture"].permute(1, 2, 0).numpy()).save(picture)
-            return [{"path": encodable(row["path"])} for row in rows]
+            counts = [{} if "mask" in row else {"boxes": len(row["objects"])} for row in rows]
+            return [{"path": encodable(row["path"]), **count} for row, count in zip(rows, counts, strict=True)]
 
         yield write
         coco = {"images": images, "annotations": found}
