@@ -27,6 +27,7 @@ from faults.table import Bench, Row, markdown_table, text_table
 
 SECTIONS = {
     "kills": "SIGKILL at random moments, over all configurations",
+    "budgets": "SIGKILL at random moments of runs with a budget, also while they measure",
     "writing": "SIGKILL inside the writing of a checkpoint, on a slow disk",
     "disk": "a disk that is full while checkpoints, logs and caches are written",
     "damage": "truncated and altered checkpoints",
@@ -44,6 +45,7 @@ SECTIONS = {
 COUNTS = {
     "kills": (200, 1, "SIGKILLs at random moments"),
     "configurations": (0, 1, "how many configurations to kill; 0 for all"),
+    "budgets": (10, 2, "SIGKILLs of each run with a budget, which has two seconds more for each"),
     "writing": (50, 2, "kills inside checkpoint writing"),
     "disks": (0, 2, "how many ways to fill the disk; 0 for all"),
     "truncations": (100, 10, "truncated checkpoints"),

@@ -87,6 +87,17 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
         "evaluate.test=true", "scheduler=onecycle", "transform.mix={_target_:runner.data.transforms.mixing.Mixup}", "epochs=5",
     ),
 }  # fmt: skip
+BUDGETS: dict[str, tuple[str, ...]] = {
+    "digits": (*_STRONG, "data.placement=disk", ANY_WORKERS),
+    "digits, SWA": (*_STRONG, "data.placement=disk", ANY_WORKERS, "swa=0.5", "averaging.lr_factor=0.1"),
+    "digits, EMA": (*_STRONG, "data.placement=disk", ANY_WORKERS, "ema=0.99", "scheduler=onecycle", "evaluate.test=true"),
+    "mosaics until the last epochs": (
+        *_OWN, "experiment=boxes", "model._target_=faults.scenes.Detector", "transform=detection", "transform.close_epochs=2",
+        "transform.sample_train.1.p=1", "data.dataset.samples=60", "data.batch_size=4", "evaluate.batch_size=4", ANY_WORKERS,
+    ),
+    "digits, 2 ranks": (*_STRONG, "data.placement=disk", ANY_WORKERS, "devices=2", "unfreeze_at=2ep", "freeze=[stages.0]"),
+}  # fmt: skip
+"""Runs that get their length from a budget."""
 # Each life of these takes many times as long as one of the others.
 SLOW = ("compiled model",)
 HARDEST = (

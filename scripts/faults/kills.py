@@ -35,7 +35,7 @@ def reference(words: tuple[str, ...], folder: Path) -> Reference:
     """Run a configuration without a fault."""
     mark = folder / "reference.began"
     folder.mkdir(parents=True, exist_ok=True)
-    own = _with_workers(words, random.Random(0))
+    own = with_workers(words, random.Random(0))
     life = begin([*own, directory(folder / "reference")], folder / "reference.log", marking(mark))
     while not mark.exists() and not life.ended():
         time.sleep(0.002)
@@ -106,7 +106,7 @@ def _torment(words: tuple[str, ...], kills: int, row: Row, bench: Bench, folder:
             run, struck = _killed_once(left_alone, run, bench, folder / f"run_{number}.log")
             killed += struck
             early += struck and not _last(run).exists()
-        run, life = _resumed(_with_workers(words, bench.draw), run, number, folder)
+        run, life = _resumed(with_workers(words, bench.draw), run, number, folder)
         found = fingerprint(run) if life.status == 0 else f"status {life.status}: {life.said()[-1500:]}"
         broken = "" if found == left_alone.weights else f"{run} has {found} instead of {left_alone.weights}"
         for _ in range(killed):
@@ -129,7 +129,7 @@ def continued(run: Path, number: int = 0) -> tuple[list[str], Path]:
     return [f"ckpt_path={run}", directory(target)], target
 
 
-def _with_workers(words: tuple[str, ...], draw: random.Random) -> list[str]:
+def with_workers(words: tuple[str, ...], draw: random.Random) -> list[str]:
     """The words of a life, with a number of workers of its own if the run may have any."""
     return [f"data.num_workers={draw.randrange(3)}" if word == ANY_WORKERS else word for word in words]
 
@@ -142,7 +142,7 @@ def _killed_once(left_alone: Reference, run: Path, bench: Bench, log: Path) -> t
     more, run = continued(run, 1)
     mark = log.with_suffix(".began")
     mark.unlink(missing_ok=True)
-    life = begin([*_with_workers(left_alone.words, bench.draw), *more], log, marking(mark))
+    life = begin([*with_workers(left_alone.words, bench.draw), *more], log, marking(mark))
     while not mark.exists() and not life.ended():
         time.sleep(0.002)
     begin_s = 0.0

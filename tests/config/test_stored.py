@@ -99,6 +99,7 @@ def test_deletions_delete_and_a_component_can_be_added(overlaid):
         (("~callbacks.early_stopping.patienc",), "callbacks.early_stopping.patience"),
         (("~callbacks.gone",), ""),  # a run that was resumed before may have deleted it
         (("optimizer=adam", "~optimizer.amsgrad"), ""),
+        (("model=mlp", "~model.hidden"), ""),  # a list
     ],
 )
 def test_a_deletion_of_what_is_not_there_is_refused_if_it_is_spelled_much_like_what_is(overlaid, words, meant):

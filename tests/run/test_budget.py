@@ -198,6 +198,22 @@ def test_steps_that_take_most_of_the_measurement_are_not_free(rejected: Any, mon
     assert measured[1].evaluation > 0
 
 
+def test_early_stopping_does_not_end_the_runs_that_are_measured(
+    train: Any, costs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs()
+    clocks, measure = list[budget.Clock](), budget._measure
+    monkeypatch.setattr(
+        budget, "_measure", lambda *words, **more: (clocks.append(words[2]), measure(*words, **more))[1]
+    )
+    # An epoch of one step: two evaluations would end the run before anything was measured
+    words = ("data.batch_size=128", "optimizer.lr=1e-9", "callbacks=early_stopping")
+    found = train(*RUN, *words, "callbacks.early_stopping.patience=1")
+    assert "stopped early" in found.out
+    assert len(clocks) == 2
+    assert all(clock.evaluations for clock in clocks)
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "words",

@@ -91,7 +91,7 @@ def test_nothing_is_written_through_a_link_to_elsewhere(name, tmp_path):
 
 
 def test_what_a_killed_process_has_left_is_removed_by_the_next_one_that_has_the_lock(tmp_path):
-    folders = [tmp_path, tmp_path / "plots", tmp_path / "checkpoints"]
+    folders = [tmp_path, *(tmp_path / name for name in ("plots", "checkpoints", "samples", "pictures"))]
     left = [folder / ".summary.json.0a1b.tmp" for folder in folders]
     for path in left:
         path.parent.mkdir(exist_ok=True)

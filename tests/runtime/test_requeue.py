@@ -83,6 +83,21 @@ def test_a_run_without_a_checkpoint_starts_anew_in_its_directory(again: Any, wor
     assert steps[0] == 1
 
 
+def test_a_run_without_a_config_starts_anew_with_other_workers_and_not_with_other_settings(
+    again: Any, workdir: Path
+) -> None:
+    words = ("+callbacks.stop.how=error", "+callbacks.stop.step=3", "hydra.run.dir=mine")
+    assert again(*words).status == 1
+    (workdir / "mine" / "config.yaml").unlink()  # as if it had been killed while it was built
+    (workdir / "stopped").touch()
+    others = again(*words, "seed=1")
+    assert others.status == 2
+    assert "holds a run of other settings (seed)" in others.err
+    second = again(*words, "data.num_workers=1", "data.placement=disk")
+    assert second.status == 0, second.err
+    assert second.directory.samefile(workdir / "mine")
+
+
 @pytest.mark.parametrize("multirun", [False, True], ids=["one", "sweep"])
 def test_a_folder_that_was_given_is_gone_on_with_and_left_alone_once_finished(
     again: Any, workdir: Path, multirun: bool

@@ -129,7 +129,7 @@ def compose(command: Composition, checked: CheckedOverrides, imports: bool = Fal
         # The composition of Hydra itself: what it refuses becomes a problem in the words of this program
         deleted = [word[1:] for word in words if word.startswith("~") and "." in word and "=" not in word]
         # A checkpoint may have these keys, or may have had them
-        added = [f"++{key}={{}}" for key in deleted] if "ckpt_path" in map(key_of, words) else []
+        added = [f"++{key}=0" for key in deleted] if "ckpt_path" in map(key_of, words) else []
         app: Any = GlobalHydra.instance().hydra
         cfg: DictConfig = app.compose_config(command.primary, [*added, *words], RunMode.RUN)
         names = [key for key in keys.flatten(OmegaConf.to_container(cfg, resolve=False)) if key[:6] != "hydra."]

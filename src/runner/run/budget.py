@@ -24,6 +24,7 @@ from runner.config.schema.train import Train
 from runner.distributed.world import world
 from runner.engine.errors import Preempted
 from runner.engine.loop import Loop
+from runner.run.metrics import stops_early
 from runner.run.run import Run
 from runner.run.run_directory import RunDirectory
 from runner.runtime.signals import StopSignals
@@ -146,10 +147,10 @@ def _measure(
     changes: dict[str, Any] = {"epochs": None, "max_steps": steps, "limit.eval_batches": min(batches, most)}
     if config.evaluate.every_epochs or config.evaluate.every_steps:
         changes["evaluate.every_steps"] = min(config.evaluate.every_steps or every, every)
-    # Programs of the user, and services that runs are sent to, are not for a run that does not count
+    # Programs of the user, services that runs are sent to, and early stopping are not for a run that does not count
     for key in ("callbacks", "logger"):
-        nodes = getattr(config, key).items()
-        changes[key] = {name: node for name, node in nodes if str(node["_target_"]).startswith(_OWN)}
+        nodes = {name: node for name, node in getattr(config, key).items() if not stops_early(node)}
+        changes[key] = {name: node for name, node in nodes.items() if str(node["_target_"]).startswith(_OWN)}
     # A part that is frozen for a time costs the most after it
     if config.unfreeze_at is not None or "@" in str(config.freeze):
         changes |= {"unfreeze_at": None, "freeze": None}

@@ -113,7 +113,7 @@ class RunDirectory:
             return
         self.ending.callback(os.close, lock)
         # Temporary files of a killed process; the lock excludes that another one uses them.
-        for folder in (path, self.plots, self.checkpoints, path / "samples"):
+        for folder in (path, self.plots, self.checkpoints, path / "samples", path / "pictures"):
             for leftover in folder.glob(".*.tmp"):
                 with contextlib.suppress(OSError):
                     leftover.unlink()

@@ -14,7 +14,7 @@ from runner.base.errors import ConfigError, UserError
 from runner.base.reading import number_or_none, read_json, read_overrides, read_regular, read_summary
 from runner.base.secrets import mask_words
 from runner.checkpoint import find
-from runner.config.changes import changes_refused
+from runner.config.changes import changes_refused, other_run
 from runner.config.composition import Composition
 from runner.config.gone import words_without
 from runner.config.keys import at, key_of, to_plain, within
@@ -138,7 +138,7 @@ def _compared_with(composition: Composition) -> Callable[[Path], list[str]]:
             words = {*words_without(read_overrides(folder))} ^ {*mask_words(composition.overrides)}
         except (OSError, ValueError, UserError) as error:
             raise ValueError(f"{path.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-        return sorted({key_of(word) for word in words} - {"resume"})
+        return sorted({key for key in map(key_of, words) if other_run(key) or key == "ckpt_path"})
 
     return unlike
 
