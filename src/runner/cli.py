@@ -95,9 +95,10 @@ def _complete(words: list[str]) -> int:
             prefix = match[2] if match else ""
             print(" ".join(name for name in VERBS if name.startswith(prefix)))
             return OK
-        if match[2] not in VERBS or not VERBS[match[2]].takes_config:
+        if match[2] != "show" and (match[2] not in VERBS or not VERBS[match[2]].takes_config):
             return OK
-        verb, rest = VERBS[match[2]], match[4]
+        # The words of `show` are not overrides: earlier ones select nothing
+        verb, rest = VERBS[match[2]], match[4].rpartition(" ")[2] if match[2] == "show" else match[4]
         first, space, others = rest.partition(" ")
         os.environ["COMP_LINE"] = f"runner {others if space and first in verb.aliases else rest}"
     elif words[0] in VERBS:

@@ -97,6 +97,9 @@ COMPLETIONS = [
     ("runner check --json stri", ["strict="]),
     ("runner train --multirun sweep=s", ["sweep=seeds"]),
     ("runner list ", []),
+    ("runner show da", ["data=", "data."]),
+    ("python -m runner show model=vit", ["model=vit_tiny"]),
+    ("runner show model=mlp optimizer.lr optimizer.weight_d", ["optimizer.weight_decay"]),
     ("runner nonsense ", []),
 ]
 

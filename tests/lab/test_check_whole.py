@@ -90,6 +90,15 @@ class Repeats:
         return tv_tensors.Image(torch.full((3, SIDE, SIDE), 7, dtype=torch.uint8)), tv_tensors.Mask(torch.zeros(SIDE, SIDE).long())
 
 
+class Rarely:
+    """A transform that fails for one draw in twenty."""
+
+    def __call__(self, sample):
+        if torch.rand(()) < 0.05:
+            raise ValueError("there is no box left")
+        return sample
+
+
 class Small(nn.Module):
     def __init__(self, outputs=3, fault=""):
         super().__init__()
@@ -218,11 +227,12 @@ FAULTS = [
     (MASKS, "data.dataset.fault=rolls", "evaluation-transform", "evaluation-transform", "the data set itself"),
     (MASKS, "model.fault=norm twice", "repeated-norms", "repeated-norms", "pass: norm"),
     (MASKS, "model.fault=frozen", "frozen-parameters", "frozen-parameters", "first.weight"),
+    (BOXES, "transform.sample_train=[{_target_: whole.Rarely}]", "data", "readable", "there is no box left"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("base", "word", "only", "name", "reason"), some(FAULTS, 0, 1, 2, 3, 6, 9, 12, 14, *range(16, 20), several=True)
+    ("base", "word", "only", "name", "reason"), some(FAULTS, 0, 1, 2, 3, 6, 9, 12, 14, *range(16, 21), several=True)
 )
 def test_each_fault_is_found_by_its_check(
     composed_check: Any, base: tuple[str, ...], word: str, only: str, name: str, reason: str

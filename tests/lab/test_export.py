@@ -131,6 +131,17 @@ def test_every_format_agrees_and_is_described(export: Any, model: torch.nn.Modul
     assert sorted(path.name for path in folder.iterdir()) == sorted(Path(path).name for path in record["written"])
 
 
+@with_packages
+def test_weights_beside_an_onnx_file_are_listed_with_the_export_that_wrote_them(
+    export: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[set[str]] = []
+    for most in (0, 2**30):
+        monkeypatch.setattr(export_formats, "_INLINE_BYTES", most)
+        names.append({Path(path).name for path in export("format=onnx")["written"]})
+    assert names == [{"model.onnx", "model.onnx.data", "model.json"}, {"model.onnx", "model.json"}]
+
+
 def test_preprocessing_goes_into_the_model_where_asked(export: Any, model: torch.nn.Module, trained: Path) -> None:
     record = export("include_preprocessing=true")
     assert record["input"]["dtype"] == "uint8"

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,9 @@ def test_an_uploaded_model_is_loaded_predicts_and_starts_a_run_as_the_checkpoint
     hub: Hub, spawn: Any, trained: Path, monkeypatch: pytest.MonkeyPatch, refused: Any
 ) -> None:
     Image.new("L", (8, 8), 100).save("image.png")
+    (trained / "export").mkdir()
+    for stale in ("model.safetensors.data", "model.json.data", "model.onnx", "model.onnx.data"):
+        (trained / "export" / stale).write_text("of an earlier export")
     exported = spawn("export", f"ckpt_path={trained}", "hub=user/digits", "json=true", "threads=1")
     assert exported.returncode == 0, exported.stderr
     record, files = json.loads(exported.stdout), hub.repositories["user/digits"]["main"]
@@ -243,6 +247,22 @@ def test_the_card_says_that_metrics_are_of_an_earlier_evaluation(accepted: Any, 
     assert f"| val/accuracy (last evaluation) | {contents['metrics']['last']['val/accuracy']:.4g} |" in card
     assert "| val/accuracy |" not in card
     assert "test/" not in card  # which was of other weights
+
+
+def test_the_card_of_a_resumed_run_names_the_command_that_began_it(train: Any, accepted: Any) -> None:
+    first = train(*SMALL, "optimizer.lr=0.002").directory
+    last = train(f"ckpt_path={first}", "epochs=2").directory
+
+    def commands() -> list[str]:
+        accepted("export", f"ckpt_path={last}", "threads=1", "hub=user/digits", "push=false", "output=shared")
+        training = Path("shared/README.md").read_text().partition("## Training")[2].partition("## Facts")[0]
+        return [line for line in training.splitlines() if line.startswith("python -m runner train ")]
+
+    began, resumed = commands()
+    assert "optimizer.lr=0.002" in began
+    assert (f"ckpt_path={first}" in resumed, "epochs=2" in resumed) == (True, True)
+    shutil.rmtree(first)
+    assert commands() == [resumed]
 
 
 def test_a_model_that_differs_is_written_and_not_uploaded(hub: Hub, spawn: Any, trained: Path) -> None:

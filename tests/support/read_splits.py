@@ -29,9 +29,9 @@ def read_splits(
     return read_data(config, torch.device("cpu"), make_cache=make_cache, dtype=torch.float32)
 
 
-def read_words(compose: Any, *words: str) -> DataModule:
+def read_words(compose: Any, *words: str, make_cache: bool = False) -> DataModule:
     """The data of `train` with these words, on the CPU."""
     composition = compose(*words)
     config, found = problems_in(composition.values, composition, VERBS["train"])
     assert not found
-    return read_data(config, torch.device("cpu"), dtype=torch.float32)
+    return read_data(config, torch.device("cpu"), make_cache=make_cache, dtype=torch.float32)

@@ -16,6 +16,7 @@ from PIL import Image
 from read_splits import read_words
 
 from runner.data.sampler import sample_of
+from runner.data.sources.masks import MaskFolder
 
 TINY = (
     "experiment=segmentation", "data.root=shapes", "data.image_size=24", "model=small_cnn", "~model.width",
@@ -308,6 +309,35 @@ def test_images_with_rare_classes_are_drawn_more_often(train: Callable[..., Any]
     assert "images of rare classes up to 3.16 times as often" in whole.out
     resumed = train(f"ckpt_path={stopped.directory}", "max_steps=null", "data.num_workers=2")
     assert resumed.summary["weights_sha256"] == whole.summary["weights_sha256"]
+
+
+def test_classes_of_masks_are_looked_up_once_for_the_same_files(
+    shapes: Path, compose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, masks = list[int](), sorted((shapes / "train" / "masks").iterdir())
+    classes_of = MaskFolder.classes_of
+    monkeypatch.setattr(
+        MaskFolder, "classes_of", lambda self, index: (looked.append(index), classes_of(self, index))[1]
+    )
+
+    def draws(*words: str, keep: bool = True) -> tuple[list[int], int]:
+        """Draws of an epoch, and how many masks were read."""
+        looked.clear()
+        made = read_words(compose, *TINY, "data.sampler=balanced", *words, make_cache=keep)
+        return made.train.loader.draws(0).slice(0, 20).tolist(), len(looked)
+
+    expected, _ = draws(keep=False)
+    assert not Path("shapes.cache").exists()
+    assert [draws(), draws(), draws(keep=False)] == [(expected, 20), (expected, 0), (expected, 0)]
+    # Other values of masks, other samples of the same files, and another mask
+    assert draws("data.dataset.values=[1,0,2]")[1] == 20
+    whole = ("data.root=shapes/train", f"data.dataset.classes=[{','.join(CLASSES)}]", "data.split.val=0.3")
+    assert [draws(*whole, f"data.split.seed={seed}")[1] for seed in (1, 2, 2)] == [10, 10, 0]
+    Image.fromarray(np.full_like(np.array(Image.open(masks[0])), 255)).save(masks[0])
+    assert draws()[1] == 20
+    # One that cannot be read may be repaired, and nothing else changes then
+    masks[1].write_bytes(b"no image")
+    assert [draws("data.on_error=skip")[1] for _ in range(2)] == [20, 20]
 
 
 def test_mask_and_image_move_together_and_only_the_image_changes_its_colours() -> None:

@@ -162,11 +162,17 @@ def show(flags: argparse.Namespace, primary: str, overrides: Sequence[str]) -> N
 
 
 def complete(verb: str, argv: Sequence[str]) -> None:
-    """Let Hydra answer a query of tab completion; what options have in common is not an option."""
-    answer, flags = io.StringIO(), get_args_parser().parse_args(argv)
-    with contextlib.redirect_stdout(answer), application(verb, Sources()):
-        show(flags, verb, flags.overrides)
+    """Let Hydra answer a query of tab completion; what options have in common is not an option.
+
+    The verb `show` takes what `train` takes, but keys without values.
+    """
+    answer, flags, sources = io.StringIO(), get_args_parser().parse_args(argv), Sources()
+    primary = "train" if verb == "show" else verb
+    with contextlib.redirect_stdout(answer), application(primary, sources):
+        show(flags, primary, flags.overrides)
     text = answer.getvalue()
+    if verb == "show":
+        text = re.sub(r"([\w./]+)=(?!\S)", lambda found: found[0] if found[1] in sources.groups() else found[1], text)
     if any(word.startswith("query=") for word in argv):
         text = re.sub(r"(?<!\S)\w+=_\w+(\s|$)", "", text)
     sys.stdout.write(text)

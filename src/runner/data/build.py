@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,7 +24,7 @@ from runner.data.placement import place
 from runner.data.sampler import BalancedOrder, BlockOrder, ClassBalance, GivenOrder, Indices, RepeatFactors, block_ends
 from runner.data.sources.arrays import ImageArrays
 from runner.data.sources.folders import ImageFolder, ImageList
-from runner.data.sources.listing import in_two_splits
+from runner.data.sources.listing import IndexFile, in_two_splits
 from runner.data.sources.masks import MaskFolder
 from runner.data.splits import Parts, groups_of, make_splits, targets_of
 from runner.data.transforms.augment import as_shown
@@ -75,7 +77,7 @@ def read_data(config: Train, device: torch.device, *, make_cache: bool = False, 
     loader = made.train.loader
     # Balanced sampling is only for training: evaluations count every sample once
     if data.sampler == "balanced":
-        balance = _balance(made, train_indices)
+        balance = _balance(made, train_indices, make_cache)
         loader.draws = functools.partial(BalancedOrder, balance, config.seed)
         if isinstance(balance, RepeatFactors):
             how = f"images of rare classes up to {balance.factors.max() / balance.factors.min():.3g} times as often"
@@ -145,16 +147,32 @@ def _files_listed_twice(parts: Parts) -> list[str]:
     return warnings + [f"data.dataset: {each}; list each file for one split" for each in in_two_splits("file", files)]
 
 
-def _balance(made: DataModule, indices: Indices) -> ClassBalance | RepeatFactors:
-    """How likely each training sample is by its classes; raises `UserError` if it has none, or they are not known."""
-    if (classes_of := getattr(made.parts["train"][0], "classes_of", None)) is not None:
-        shown = list[list[int]]()
+def _balance(made: DataModule, indices: Indices, keep: bool) -> ClassBalance | RepeatFactors:
+    """How likely each training sample is by its classes, which a file may `keep`.
+
+    Raises `UserError` if it has none, or they are not known.
+    """
+    dataset, data = made.parts["train"][0], made.config.data
+    if (classes_of := getattr(dataset, "classes_of", None)) is not None:
+        file = None
+        if isinstance(dataset, MaskFolder):  # which decodes every mask
+            key = f"{dataset.fingerprint()} {hashlib.sha256(indices[:].numpy().tobytes()).hexdigest()}"
+            file = IndexFile.of(data.cache_folder, f"{data.location} classes", key)
+            if (known := file.read()) is not None:
+                parts = torch.split(known["classes"], known["counts"].tolist())
+                return RepeatFactors([each.tolist() for each in parts])
+        shown, read = list[list[int]](), 0
         with blame("data.sampler", "is balanced, and classes_of(index) of the data set fails"):
             for index in indices[:].tolist():
                 shown.append([])
                 with contextlib.suppress(UserError):  # said, or skipped, when it is used
-                    shown[-1] = classes_of(index)
-            return RepeatFactors(shown)
+                    shown[-1], read = classes_of(index), read + 1
+            balance = RepeatFactors(shown)
+        if file is not None and keep and read == len(shown):  # a file that cannot be read may be repaired
+            joined = torch.tensor([*itertools.chain.from_iterable(shown)], dtype=torch.int64)
+            warning = file.write({"classes": joined, "counts": torch.tensor([*map(len, shown)])})
+            made.warnings += [warning] if warning else []
+        return balance
     targets, classes = made.targets.get("train"), len(made.classes)
     if targets is None or not classes or targets.ndim != 1 or targets.is_floating_point():
         unknown = "the classes of the training samples are not known without reading them"

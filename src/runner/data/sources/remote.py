@@ -133,7 +133,7 @@ def retried(url: str, call: Callable[[], T]) -> T:
         FileNotFoundError: at once, if there is nothing at `url`.
         DataFailed: if it is refused, or fails `ATTEMPTS` times or for `PATIENCE_S`, or a signal asked this process to stop.
     """
-    began = time.monotonic()
+    began, before = time.monotonic(), len(heard)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return call()
@@ -147,14 +147,14 @@ def retried(url: str, call: Callable[[], T]) -> T:
             if isinstance(error, FileNotFoundError) and (not of_http or _status(error) in _ABSENT):
                 raise
             last = attempt == ATTEMPTS or time.monotonic() > began + PATIENCE_S
-            if last or heard or not _may_pass(error):
+            if last or len(heard) > before or not _may_pass(error):
                 late = isinstance(error, TimeoutError) and not str(error)
                 reason = f"no answer in {TIMEOUT_S:g} s" if late else one_line(error)
                 tried = f" ({attempt} attempts)" if attempt > 1 else ""
                 allowed = "a store that answers, credentials that may read it and have not expired; then the same command again"
                 raise DataFailed("data.root", f"cannot read {url}: {reason}{tried}", allowed) from error
         until = time.monotonic() + DELAY_S * 2 ** (attempt - 1) * _RANDOM.uniform(0.5, 1)
-        while (left := until - time.monotonic()) > 0 and not heard:
+        while (left := until - time.monotonic()) > 0 and len(heard) == before:
             time.sleep(min(left, 0.1))
     raise AssertionError
 
@@ -237,11 +237,11 @@ class RemoteShard:
         """The object as a file for reading."""
         from fsspec.spec import AbstractBufferedFile
 
-        shard = self
+        shard, before = self, len(heard)
 
         class Opened(AbstractBufferedFile):  # type: ignore[misc]  # fsspec has no types
             def _fetch_range(self, start: int, end: int) -> bytes:
-                if heard:  # reading a whole shard takes long
+                if len(heard) > before:  # reading a whole shard takes long
                     raise DataFailed("data.root", f"a signal came before all of {shard.url} was read")
                 return shard.range(start, end)
 

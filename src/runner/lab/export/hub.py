@@ -50,8 +50,8 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     page += [f"python -m runner train init_from={place}", "```"]
     if resolved.config.data.images is None:  # which `load` is for
         page += ["```python", "import runner", "", f'runner.load("{place}").predict("photo.jpg")', "```"]
-    with contextlib.suppress(OSError, ValueError):  # a checkpoint may have been moved out of its run
-        page += ["## Training", "```bash", shlex.join(["python", "-m", "runner", "train", *read_overrides(run)]), "```"]
+    if commands := _commands(run):
+        page += ["## Training", "```bash", *commands, "```"]
     saved, step, kind, summary = contents["metrics"], record["global_step"], record["weights"], read_summary(run) or {}
     facts = {name: str(record[name]) for name in ("model", "task", "weights", "global_step", "weights_sha256")}
     facts |= {"data": resolved.config.data.name, "runner": __version__, "torch": str(contents["versions"].get("torch"))}
@@ -71,10 +71,20 @@ def describe(resolved: ResolvedCheckpoint[Any], record: dict[str, Any], folder: 
     return [folder / "config.yaml", folder / "README.md"]
 
 
+def _commands(run: Path) -> list[str]:
+    """The command of a run, after those of the runs that it resumes, as far as their directories are there."""
+    found = dict[Path, str]()
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        while run.absolute() not in found:  # a run may continue in its own directory
+            found[run.absolute()] = shlex.join(["python", "-m", "runner", "train", *read_overrides(run)])
+            run = Path((read_summary(run) or {})["resumed_from"]).parents[1]
+    return [*found.values()][::-1]
+
+
 def push(repository: str, files: Sequence[Path]) -> str:
     """Create a repository on the hub, upload files in one commit, and give its address; raises `UserError` about `hub`."""
     with asking("hub", repository, f"another name, or hf upload {repository} {files[0].parent}") as hub:
         address = hub.HfApi().create_repo(repository)
-        added = [hub.CommitOperationAdd(p.name, p) for f in files for p in (f, Path(f"{f}.data")) if p.is_file()]
+        added = [hub.CommitOperationAdd(path.name, path) for path in files]
         hub.HfApi().create_commit(repository, added, commit_message="Export by runner")
         return str(address)

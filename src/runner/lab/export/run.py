@@ -97,13 +97,13 @@ def run(composition: Composition) -> float:
             source = folder / FORMATS["onnx"][0]
             formats[_INT8] = ("model.int8.onnx", lambda _, __, path: quantized(source, accuracy.calibration(), path))
         measure = (lambda _: {}) if accuracy is None else accuracy.metrics
-        files, compared, metrics = _write(
+        files, written, compared, metrics = _write(
             formats, exported, plain, batches, folder, report=report, named=named, measure=measure
         )
     record = _description(resolved, task, image, inputs, outputs) | description
     record |= {"files": files, "tolerance": config.tolerance, "comparison": compared, "versions": versions()}
     record |= {"split": config.split or "val", "metrics": metrics} if measures else {}
-    written = [*(folder / each["file"] for each in files.values()), folder / "model.json"]
+    written.append(folder / "model.json")
     write_json(written[-1], record, named=named)
     report.line(resolved.described())
     _show(compared, metrics, config.split or "val", report)
@@ -169,12 +169,13 @@ def _write(
     report: Report,
     named: bool,
     measure: Callable[[nn.Module], dict[str, float]],
-) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, float]]]:
+) -> tuple[dict[str, dict[str, Any]], list[Path], list[dict[str, Any]], dict[str, dict[str, float]]]:
     """Write `plain`, the model without adapters, in all formats, and compare with the model; see `replacing` for `named`.
 
-    Gives the files by format, the rows of comparisons, and the metrics by model.
+    Gives the files by format, all paths, the rows of comparisons, and the metrics by model.
     """
     files, compared, metrics = dict[str, dict[str, Any]](), list[dict[str, Any]](), {"model": measure(model)}
+    written = list[Path]()
     with report.counting("export", len(formats)) as begin:
         for name, (file_name, write) in formats.items():
             begin(name)
@@ -186,10 +187,11 @@ def _write(
                     loaded = write(plain, example, path)
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
+                written += sorted(folder / part.name for part in path.parent.iterdir())
                 files[name] = {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
             compared += _compare(name, model, loaded, batches)
             metrics[name] = measure(loaded)
-    return files, compared, metrics
+    return files, written, compared, metrics
 
 
 def _show(compared: list[dict[str, Any]], metrics: dict[str, dict[str, float]], split: str, report: Report) -> None:

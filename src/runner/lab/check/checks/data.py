@@ -14,16 +14,20 @@ from runner.lab.check.result import LIMITS, Result, check, failed, graded, join_
 from runner.lab.check.sample import Annotated, digest_of
 from runner.run.model import num_classes_of
 
+_DRAWN, _DRAWS = 16, 4  # images, and how often each is augmented to find a transform that fails at times
 _AUGMENTED = 128  # images that are augmented
 _CHANNELS = 5  # whose orders are tried
 
 
 @check("data", any_task=True)
 def readable(context: CheckContext) -> Result:
-    """Images that cannot be read."""
+    """Images that cannot be read, or that training transforms do not take in every random draw."""
     bad = [(index, name, why) for name, stats in context.stats.items() for index, why in stats.unreadable.items()]
     count = sum(stats.read for stats in context.stats.values())
     if not bad:
+        drawn = context.readable("train", _DRAWN) if context.config.transform.sample_train else []
+        for index in drawn:  # raises what a transform does
+            context.splits.reader("train", True).items([(epoch, index) for epoch in range(1, 1 + _DRAWS)])
         return passed(f"{count:,} images read")
     index, name, reason = bad[0]
     evidence = f"{len(bad):,} of {count:,} images cannot be read; the first is sample {index} of {name}: {reason}"
