@@ -24,6 +24,9 @@ class _Watched:
     ) -> None:
         self._inner, self._before, self._after, self._asked = inner, before, after, asked
 
+    def __len__(self) -> int:  # Python does not ask `__getattr__` for it
+        return len(self._inner)
+
     def batches(self, *place: int) -> Iterator[Any]:
         batches = self._inner.batches(*place)
         while True:

@@ -31,7 +31,7 @@ from runner.config.task_file import with_task_file
 from runner.data.loaders import Batch
 from runner.data.module import callables
 from runner.data.sources.bands import check_kind
-from runner.data.sources.image_files import ImageFiles, samples_loader
+from runner.data.sources.image_files import ImageFiles, files_loader
 from runner.data.transforms.augment import Pipeline
 from runner.instrument.no_trace import evaluating
 from runner.run.evaluation import Predictions
@@ -115,7 +115,7 @@ class SamplePreprocess(Preprocess):
     def batch(self, sources: Sequence[Path | Image.Image]) -> Any:
         """The data of one batch, for files or images in memory."""
         evaluate = dataclasses.replace(self._config.evaluate, batch_size=len(sources))
-        loader, _ = samples_loader(dataclasses.replace(self._config, evaluate=evaluate), self._device, sources)
+        loader, _ = files_loader(dataclasses.replace(self._config, evaluate=evaluate), self._device, sources, (0, 0, 0))
         return next(iter(loader.batches(0, 0, 1))).data
 
     def rows(self, sources: Sequence[Path | Image.Image]) -> list[dict[str, Any]]:

@@ -145,7 +145,8 @@ def test_waiting_for_batches_is_logged_as_a_share_of_the_time(bench: Any) -> Non
     source = loop.source
 
     class Slow:
-        samples, batch_size = source.samples, source.batch_size
+        def __len__(self) -> int:
+            return len(source)
 
         def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
             for number, batch in enumerate(source.batches(epoch, start, stop)):

@@ -321,7 +321,9 @@ class Failing:
 
     def __init__(self, source: Any, batch: int) -> None:
         self.source, self.batch = source, batch
-        self.samples, self.batch_size = source.samples, source.batch_size
+
+    def __len__(self) -> int:
+        return len(self.source)
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         yield from self.source.batches(epoch, start, self.batch)

@@ -34,7 +34,9 @@ class Spoilt:
 
     def __init__(self, source: Any, batch: int = NAN_AT, epoch: int = 0) -> None:
         self._source, self._batch, self._epoch = source, batch, epoch
-        self.samples, self.batch_size = source.samples, source.batch_size
+
+    def __len__(self) -> int:
+        return len(self._source)
 
     def batches(self, epoch: int, start: int, stop: int) -> Any:
         for number, batch in enumerate(self._source.batches(epoch, start, stop), start):

@@ -161,6 +161,6 @@ def test_the_documentation_gives_the_pixels_that_a_model_of_any_shape_is_given(
 ) -> None:
     paths = sorted(photographs.iterdir())
     files = ImageFiles(paths, Data(dataset={}, max_pixels=10**6), [], shape)
-    for index, path in enumerate(paths):
-        apart = np.abs(files[index][0].numpy().astype(int) - read(path, *shape[1:], shape[0]).astype(int))
+    for path in paths:
+        apart = np.abs(files.read(path).numpy().astype(int) - read(path, *shape[1:], shape[0]).astype(int))
         assert apart.max() <= 1, path

@@ -160,8 +160,10 @@ class Noting:
     """A source of batches that remembers which samples it gave at first: what is asked for later is to count for nothing."""
 
     def __init__(self, source: MemoryLoader) -> None:
-        self.source, self.samples, self.batch_size = source, source.samples, source.batch_size
-        self.ids, self._asked = list[int](), 0
+        self.source, self.ids, self._asked = source, list[int](), 0
+
+    def __len__(self) -> int:
+        return len(self.source)
 
     def batches(self, *which: int) -> Iterator[Any]:
         self._asked += 1

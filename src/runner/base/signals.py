@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop, and a time limit that a signal keeps."""
+"""The signals that ask a run to stop."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ early: list[str] = []
 """Those that came before a run listened to them, until it does."""
 interrupts: list[int] = []
 """Ctrl-C, while the code in `interruptible` runs: what it raises may be swallowed, as by an import that may fail."""
-_AGAIN_S = 1.0
-_SLICES = 20
 
 
 _LEFT_IGNORED = ("SIGHUP", "SIGQUIT", "SIGXCPU")
@@ -73,29 +71,3 @@ def interruptible() -> Iterator[None]:
         if noted:
             interrupts.clear()
             signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@contextlib.contextmanager
-def raising_after(seconds: float, error: Callable[[], BaseException]) -> Iterator[None]:
-    """Raise what `error` makes in the code inside after that many seconds, whatever it waits for, and then every second.
-
-    The timer goes on while the process is stopped (Ctrl-Z, SIGSTOP), so it measures slices: a stop counts as one at most.
-    Only for the main thread. One call into compiled code is not interrupted.
-    """
-    left = _SLICES
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:  # Python drops an exception in a destructor
-            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S, _AGAIN_S)
-        if left <= 0:
-            raise error()
-
-    before = signal.signal(signal.SIGALRM, expire)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, *[max(seconds, 1e-3) / _SLICES] * 2)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)

@@ -7,6 +7,7 @@ run has the same bits either way, and resuming starts at a slice.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -138,6 +139,10 @@ class Loader:
         self._prefetches = True
         self.world = World()  # of which each rank gets its rows of every batch
         self.draws: Callable[[int], EpochOrder] | None = None  # gives another order of an epoch; see `sample_of`
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return math.ceil(self.samples / self.batch_size)
 
     def _copied(self, places: Iterator[Tensor], epoch: int) -> Iterator[tuple[Any, Tensor]]:
         """Data and places on the device, in the same pieces; see `sample_of`."""

@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runner.base.errors import DataFailed, UserError
-from runner.base.signals import STOPPING, raising_after
+from runner.base.signals import STOPPING
 from runner.config.schema.sections import Data
 from runner.data.bad_samples import BadSample
 from runner.data.loaders import BatchPlan, Loader
@@ -46,6 +45,7 @@ _LOOKS = 1000
 _IN_MAIN = "data.num_workers=0, which reads in the main process"
 _FROM_A_WORKER = "in DataLoader worker process"
 _OF_TORCH = "torch.utils.data._utils.signal_handling"
+_LATE = "DataLoader timed out"
 
 
 class _Requests:
@@ -126,6 +126,8 @@ class WorkerLoader(Loader):
         self._on_skipped = on_skipped
         self._iterator: Any = None
         _LOADERS.add(self)
+        # In other threads no signal tells that a worker has died, and torch looks after them only where it has no limit
+        timed = workers > 0 and threading.current_thread() is threading.main_thread()
         with _starting():
             self._loader: DataLoader[Any] = DataLoader(
                 reader,
@@ -134,6 +136,7 @@ class WorkerLoader(Loader):
                 collate_fn=_as_read,
                 pin_memory=self._pin,
                 worker_init_fn=_start_worker,
+                timeout=(self._timeout_s or 0) / 2 if timed else 0,  # see `_next`
                 prefetch_factor=settings.prefetch if workers else None,
                 persistent_workers=self._persistent and workers > 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
@@ -162,12 +165,11 @@ class WorkerLoader(Loader):
     def _read(self) -> Iterator[tuple[Any, list[BadSample]]]:
         iterator, pending = None, self._requests.pending
         try:
-            # Starting workers takes longer than a batch, so the limit of time does not apply to the first
-            with self._watched(pending, None if self._iterator is None else self._timeout_s), _starting():
+            with self._watched(pending), _starting():
                 iterator = self._iterator = iter(self._loader)
             while True:
-                with self._watched(pending, self._timeout_s):
-                    read = next(iterator, None)
+                with self._watched(pending):
+                    read = _next(iterator)
                 if read is None:
                     return
                 yield read
@@ -183,18 +185,18 @@ class WorkerLoader(Loader):
                 self._iterator = None if self._iterator is iterator else self._iterator
 
     @contextlib.contextmanager
-    def _watched(self, pending: deque[Tensor], timeout_s: float | None) -> Iterator[None]:
+    def _watched(self, pending: deque[Tensor]) -> Iterator[None]:
         """Wait for workers; raises `DataFailed` if one dies or nothing comes."""
         if not self.workers:
             yield
             return
         try:
-            with _wait_for_batch(timeout_s):
+            with _deaths_raised():
                 yield
         # The workers themselves tell more than the error of torch
         except (RuntimeError, OSError, EOFError) as error:
-            failure = _failure_of([loader._iterator for loader in _LOADERS], error)
-            if failure is None and isinstance(error, _TimedOut):
+            failure = _failure_of(error)
+            if failure is None and str(error).startswith(_LATE):
                 # The samples that were requested first are those that a worker hangs on
                 samples = sample_of(pending[0]).tolist() if pending else []
                 shown = ", ".join(map(str, samples[:8])) + (", ..." if len(samples) > 8 else "")
@@ -214,89 +216,71 @@ class WorkerLoader(Loader):
         self._iterator = self._loader._iterator = None
 
 
-class _Listener:
-    """Replaces torch's handler of SIGCHLD, which raises wherever the main process is when a worker dies.
-
-    That would leave a step half done, and an exception raised in a callback of the garbage collector is lost. So it is
-    deferred until the next batch is requested; while one is waited for, torch's loader checks its workers every five seconds.
-    """
-
-    def __init__(self, handler: Any, before: Any) -> None:
-        self._handler, self._before = handler, before
-        self._missed = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._missed = True
-        if callable(self._before):
-            self._before(number, frame)
-
-    def catch_up(self) -> None:
-        """Raise now for a worker that died in the meantime."""
-        if self._missed:
-            self._missed = False
-            self._handler(signal.SIGCHLD, None)
-
-
-class _TimedOut(RuntimeError):
-    """No batch came from the workers in time."""
+def _next(iterator: Any) -> Any:
+    """What is read next, or None; it is waited for twice, as torch's limit counts the time in which this process was stopped."""
+    try:
+        return next(iterator, None)
+    except RuntimeError as error:
+        if not str(error).startswith(_LATE):
+            raise
+    return next(iterator, None)
 
 
 @contextlib.contextmanager
-def _wait_for_batch(seconds: float | None) -> Iterator[None]:
-    """Wait for workers, or start them, outside of the main thread without any of these checks.
+def _deaths_raised() -> Iterator[None]:
+    """Raise RuntimeError if a worker is dead or dies in the meantime; only in the main thread, which gets the signals.
 
-    Raises RuntimeError if one is dead or dies in the meantime, and `_TimedOut` after so many seconds, whatever is waited for:
-    torch's own timeout covers an empty queue only. A tensor arrives as a message, and its memory as a file descriptor that a
-    thread of the worker sends over a socket: a worker that is frozen in between would be waited for forever. There is no
-    limit while user code runs a timer (`signal.setitimer`).
+    Torch's handler of SIGCHLD does so wherever the main process is, which would leave a step half done. So it is removed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    # Torch installs its handler when the first workers start, which happens inside of this block.
-    before = signal.getsignal(signal.SIGCHLD)
-    limit: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    # The user's own timer must not be replaced
-    if seconds is not None and not signal.getitimer(signal.ITIMER_REAL)[0]:
-        limit = raising_after(seconds, lambda: _TimedOut(f"no data for {seconds:g} s"))
+    before: Any = signal.getsignal(signal.SIGCHLD)
+    if getattr(before, "__module__", "") == _OF_TORCH:  # of a loader in user code
+        before = signal.SIG_DFL
+
+    def look(*signalled: Any) -> None:
+        if signalled and callable(before):
+            before(*signalled)
+        if _dead_worker() is not None:
+            raise RuntimeError("a worker process has ended")
+
+    signal.signal(signal.SIGCHLD, look)
     try:
-        if isinstance(before, _Listener):
-            before.catch_up()
-        with limit:
-            yield
+        look()
+        yield
     finally:
-        # The handler of torch would raise anywhere in the main process, see `_Listener`
-        handler = signal.getsignal(signal.SIGCHLD)
-        if not isinstance(before, _Listener) and getattr(handler, "__module__", "") == _OF_TORCH:
-            signal.signal(signal.SIGCHLD, _Listener(handler, None if handler is before else before))
+        # Torch installs its handler when the first workers start, which happens inside of this block
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
-def _failure_of(iterators: Sequence[Any], error: Exception) -> DataFailed | None:
-    """What to raise for a worker of any loader's iterator; None if all are well.
-
-    `error` is what was raised while a batch was waited for.
-    """
+def _failure_of(error: Exception) -> DataFailed | None:
+    """What to raise for an error that came while a batch was waited for; None if all workers are well."""
     text = str(error)
     # The usual failure in containers has advice of its own
     if _FROM_A_WORKER in text and SHARED_MEMORY in text:
         problem = f"a worker process cannot put a batch into shared memory: {text.strip().rpartition('Error: ')[2]}"
         allowed = f"more space in /dev/shm, a smaller data.batch_size, or {_IN_MAIN}"
         return DataFailed("data.num_workers", problem, allowed)
-    # Once an iterator ends its workers, they may have ended with status 0.
-    workers = [
-        (number, worker, not getattr(iterator, "_shutdown", True))
-        for iterator in iterators
-        for number, worker in enumerate(getattr(iterator, "_workers", ()))
-    ]
     # A broken connection is seen a moment before the system reports that the process at its other end is gone.
     broken = not isinstance(error, RuntimeError) and _FROM_A_WORKER not in text
     for _ in range(_LOOKS if broken else 1):
-        for number, worker, busy in workers:
+        if (failure := _dead_worker()) is not None:
+            return failure
+        time.sleep(0.01)
+    return None
+
+
+def _dead_worker() -> DataFailed | None:
+    """What to raise for a worker of any loader that has ended too early, if there is one."""
+    for iterator in [loader._iterator for loader in _LOADERS]:
+        # Once an iterator ends its workers, they may have ended with status 0.
+        busy = not getattr(iterator, "_shutdown", True)
+        for number, worker in enumerate(getattr(iterator, "_workers", ())):
             if worker.exitcode or (worker.exitcode == 0 and busy):
                 problem = f"worker process {number} (pid {worker.pid}) {_how_it_ended(worker.exitcode)}"
                 allowed = f"fewer workers, a smaller data.prefetch or data.batch_size, or {_IN_MAIN}"
                 return DataFailed("data.num_workers", problem, allowed)
-        time.sleep(0.01)
     return None
 
 

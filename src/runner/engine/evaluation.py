@@ -52,8 +52,7 @@ def evaluate(
     Returns:
         The mean of each scalar, and every metric with a scalar value, as floats.
     """
-    batches = math.ceil(source.samples / source.batch_size)
-    batches = batches if limit is None else min(batches, limit)
+    batches = len(source) if limit is None else min(len(source), limit)
     ranks, sharded = world(), is_sharded(model)
     parts, own_batches = _Parts(metrics, ranks), len(range(ranks.rank, batches, ranks.size))
     # Gathered weights would be tensors of inference mode, so a sharded model does without it

@@ -23,13 +23,8 @@ class Batch(Protocol):
 class Source(Protocol):
     """A loader, see `runner.data.loaders.Loader`."""
 
-    @property
-    def samples(self) -> int:
-        """Samples per epoch."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples per batch."""
+    def __len__(self) -> int:
+        """Batches per epoch."""
 
     def batches(self, epoch: int, start: int, stop: int) -> Iterator[Any]:
         """Batches `start` to `stop` of an epoch."""

@@ -167,7 +167,7 @@ def _measure(
     pauses = [later - earlier for earlier, later in itertools.pairwise(clock.questions)]
     each = statistics.median(pauses or [0.0]) * (1 if run.state.averaged is None else 2) / ranks.size
     val, test = (  # batches that were not evaluated
-        max(0, min(most, math.ceil(split.samples / split.loader.batch_size)) - batches) if split else 0
+        max(0, min(most, len(split.loader)) - batches) if split else 0
         for split in (run.data.val, run.data.test if config.evaluate.test else None)
     )
     step = statistics.fmean(clock.steps or [0.0])

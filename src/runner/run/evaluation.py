@@ -136,8 +136,7 @@ def warn_of_nonfinite(loss: float, splits: DataModule, name: str, tell: Callable
     if math.isfinite(loss) or split is None or name in splits.searched_for_nonfinite:
         return
     splits.searched_for_nonfinite.add(name)
-    batches = math.ceil(split.samples / split.loader.batch_size)
-    if found := not_finite(split.loader.batches(0, 0, batches), name):
+    if found := not_finite(split.loader.batches(0, 0, len(split.loader)), name):
         tell(f"the loss on '{name}' is {loss}: {found}")
 
 

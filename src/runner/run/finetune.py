@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -148,9 +147,8 @@ def _some_images(data: DataModule) -> Iterator[Tensor]:
     if not data.pairs:
         raise ValueError("samples are not pairs of image and target")
     loader = data.train_for_eval.loader
-    batches = math.ceil(loader.samples / loader.batch_size)
     with preserved_rng():
-        for batch in loader.batches(0, 0, batches, max(1, loader.samples // _WHITENED)):
+        for batch in loader.batches(0, 0, len(loader), max(1, loader.samples // _WHITENED)):
             yield batch.images
     loader.close()
 

@@ -1,14 +1,14 @@
-"""Image files without targets, as a model takes them; files that cannot be read are reported and not fatal."""
+"""Image files without targets, as a model takes them; files that cannot be read are reported."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from PIL import Image
@@ -17,20 +17,16 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.bad_samples import BadSample, BadSamples, ReplacementSampler, one_line
-from runner.data.loaders import BatchPlan, Fields, Loader
-from runner.data.module import DataModule
+from runner.data.bad_samples import BadSamples
+from runner.data.loaders import Loader
+from runner.data.module import DataModule, callables
 from runner.data.placement import choose_num_workers
 from runner.data.sampler import AllSamples
-from runner.data.samples import SampleTransform, SeededDataset, as_tensor, crops_while_decoding, transformed
+from runner.data.samples import SampleTransform, as_tensor, crops_while_decoding, transformed
 from runner.data.sources import image_io
 from runner.data.sources.bands import KEPT, Channels
 from runner.data.sources.folders import ImageFolder
 from runner.data.sources.image_io import Decoding, middle_square
-from runner.data.transforms.augment import Pipeline
-from runner.data.workers import WorkerLoader
-
-T = TypeVar("T")
 
 _DECODED = (
     "runner.data.sources.folders.image_folder",
@@ -58,7 +54,7 @@ class ImageSamples(ImageFolder):
 
 
 class ImageFiles(ImageFolder):
-    """Map-style data set of image files; item i is (image of `shape` (C, H, W), 0).
+    """Map-style data set of image files; item i is (image (C, H, W), 0), which `transforms` give `shape`.
 
     Files are decoded as by the data set of `data`, then the sample transforms follow; unless that has a size, they get the whole
     image. Without transforms, the central part in the shape of `shape` is resized to it.
@@ -91,43 +87,17 @@ class ImageFiles(ImageFolder):
             raise UserError("data.dataset", str(error)) from error
         super().__init__(paths, torch.zeros(len(paths), dtype=torch.int64), (), decoding)
         self.shape = shape
-        self._transforms = list(transforms) or [functools.partial(fitted, height=height, width=width)]
-        self._cut: Any = self._transforms.pop(0) if crops_while_decoding(self, transforms) else None
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
-        """Decode one image; raises `UserError`, which names the file, if it cannot be decoded."""
-        return self.read(self.path(index)), 0
+        self.transforms = list(transforms) or [functools.partial(fitted, height=height, width=width)]
+        self._cuts = crops_while_decoding(self, transforms)
 
     def read(self, source: Path | Image.Image) -> Tensor:
         """The image of a file, or one in memory; raises `UserError` if it cannot be decoded."""
-        decoding = self.decoding
+        decoding, first = self.decoding, cast(Any, self.transforms[0])
         cut, size = functools.partial(middle_square, share=decoding.crop_share), decoding.image_size
-        if self._cut is not None:
-            cut, size = self._cut.region, self._cut.size
+        if self._cuts:
+            cut, size = first.region, first.size
         path, content = (source, None) if isinstance(source, Path) else ("in memory", source)
-        return as_tensor(transformed(decoding.read(path, content, size, cut), self._transforms))
-
-    def _found(self) -> tuple[int, torch.dtype | None]:
-        """The channels and the dtype of the first file that can be read, which all others must have."""
-        for path in map(self.path, range(len(self))):
-            with contextlib.suppress(UserError):
-                image = self.decoding.read(path)
-                self.decoding = replace(self.decoding, found=(len(image), image.dtype))
-                break
-        return self.decoding.found or (self.shape[0], None)
-
-    def blank(self) -> Tensor:
-        """An image of zeros of the shape and dtype of the others; raises `UserError` if the transforms fail on it."""
-        size = self.decoding.image_size
-        height, width = self.shape[1:] if size is None else (size, size)
-        channels, dtype = (self.decoding.channels, None) if self.decoding.channels in (1, 3) else self._found()
-        blank = torch.zeros((channels, height, width), dtype=dtype or torch.uint8)
-        try:
-            made = as_tensor(transformed(blank, self._transforms))
-        except Exception as error:  # user code can raise anything
-            problem = f"fails on a blank image of the shape {tuple(blank.shape)}: {one_line(error)}"
-            raise UserError("transform.sample_eval", problem, "transforms that accept any image") from error
-        return torch.zeros(self.shape, dtype=made.dtype)
+        return as_tensor(transformed(decoding.read(path, content, size, cut), self.transforms[self._cuts :]))
 
 
 def fitted(image: Tensor, height: int, width: int) -> Tensor:
@@ -141,73 +111,47 @@ def fitted(image: Tensor, height: int, width: int) -> Tensor:
     return image_io.resized(image, (top, left, rows, columns), (height, width))
 
 
-@dataclass(frozen=True)
-class BlankReplacement(ReplacementSampler):
-    """Replaces an image that cannot be read by a blank `image`; `path` gives the file of an index."""
-
-    image: Tensor
-    path: Callable[[int], Path]
-
-    def read(self, read: Callable[[int], T], epoch: int, index: int, skipped: list[BadSample]) -> Any:
-        """Read a sample, or return the blank one; raises `UserError` if a sample has another shape than the model takes."""
-        try:
-            sample: Any = read(index)
-        except MemoryError:
-            raise
-        except Exception as error:  # a decoder or user code can raise anything
-            skipped.append(BadSample(index, one_line(error)))
-            return self.image, 0
-        if sample[0].shape != self.image.shape:
-            made, taken = tuple(sample[0].shape), f"and the model takes {tuple(self.image.shape)}"
-            problem = f"{self.path(index)} comes out of the transforms with the shape {made}, {taken}"
-            raise UserError("transform.sample_eval", problem)
-        return sample
+def of_shape(image: Any, shape: tuple[int, int, int]) -> Tensor:
+    """An image as a tensor (C, H, W); raises `ValueError` if it has another shape."""
+    tensor = as_tensor(image)
+    if tensor.shape != shape:
+        raise ValueError(f"it gets the shape {tuple(tensor.shape)}, and the model takes {shape}")
+    return tensor
 
 
 def files_loader(
-    paths: Sequence[Path],
-    data: Data,
-    transforms: Sequence[SampleTransform],
-    shape: tuple[int, int, int],
-    *,
-    prepare: Pipeline,
-    device: torch.device,
-    batch_size: int,
+    config: Train, device: torch.device, sources: Sequence[Path | Image.Image], shape: tuple[int, int, int]
 ) -> tuple[Loader, BadSamples]:
-    """A loader of `ImageFiles` in their order, with the same errors; and its unreadable files, known once their batch came."""
-    files, unreadable = ImageFiles(paths, data, transforms, shape), BadSamples()
-    everything, blank = AllSamples(len(paths)), files.blank()
-    ahead = data.prefetch * batch_size * blank.nbytes
-    loader = WorkerLoader(
-        SeededDataset(files, 0, (), BlankReplacement(0, everything, blank, files.path)),
-        BatchPlan(everything, batch_size, prepare=Fields(["0"], prepare)),
-        device,
-        replace(data, persistent_workers=False),
-        workers=choose_num_workers(data.num_workers, len(paths), bytes_ahead=ahead).workers,
-        on_skipped=functools.partial(unreadable.note, "input", files, len(paths)),
-    )
-    return loader, unreadable
+    """A loader of image files in their order, read as a split in evaluations; and its unreadable files, which others replace.
 
-
-def samples_loader(
-    config: Train, device: torch.device, sources: Sequence[Path | Image.Image]
-) -> tuple[Loader, BadSamples]:
-    """A loader of image files, or images in memory, in their order, as `ImageSamples`; and its unreadable files.
-
-    Files are RGB, unless `data.dataset.channels` or else `model.in_channels` says otherwise. Raises `UserError` if samples are not
-    made of one image.
+    If `data.images` is null, they are `ImageFiles` of `shape`. Otherwise they are `ImageSamples`, RGB unless
+    `data.dataset.channels` or else `model.in_channels` says otherwise; raises `UserError` if it does not name one image.
     """
-    data, count, fields = config.data, len(sources), config.data.images or []
-    if len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
+    # What fits an image to the model needs its pixels, so no device decodes it
+    decode, count = "auto" if config.data.decode == "device" else config.data.decode, len(sources)
+    paths = [source if isinstance(source, Path) else Path() for source in sources]
+    config = replace(config, data=replace(config.data, decode=decode))
+    data, fields = config.data, config.data.images
+    files: ImageFolder
+    if fields is None:
+        files = ImageFiles(paths, data, callables("transform.sample_eval", config.transform.sample_eval), shape)
+    elif len(fields) != 1 or (fields[0].isdigit() and fields[0] != "0"):
         problem = f"files are images, and data.images={fields} does not say which field of a sample is the image"
         raise UserError("input", problem, "train, val or test, a split of the data; or a model with one such field")
-    given: Any = data.dataset.get("channels", config.model.get("in_channels"))
-    channels: Channels = given if given in (1, *KEPT) else 3
-    paths = [source if isinstance(source, Path) else Path() for source in sources]
-    files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, data.decode))
-    files.pictures = {place: each for place, each in enumerate(sources) if isinstance(each, Image.Image)}
+    else:
+        given: Any = data.dataset.get("channels", config.model.get("in_channels"))
+        channels: Channels = given if given in (1, *KEPT) else 3
+        files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, decode))
+        files.pictures = {place: each for place, each in enumerate(sources) if isinstance(each, Image.Image)}
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
-    made.fix_channels()
-    files.field = fields[0]
-    made.workers = choose_num_workers(data.num_workers, count).workers
+    if files.decoding.found is None:
+        made.fix_channels()
+    if isinstance(files, ImageSamples) and fields:
+        files.field = fields[0]
+    bytes_ahead = 0
+    if isinstance(files, ImageFiles):
+        made.sample_eval = [*files.transforms, functools.partial(of_shape, shape=shape)]
+        width = 1 if files.decoding.channels in (1, 3) and not config.transform.sample_eval else 4  # bytes, or floats
+        bytes_ahead = data.prefetch * config.evaluate.batch_size * math.prod(shape) * width
+    made.workers = choose_num_workers(data.num_workers, count, bytes_ahead=bytes_ahead).workers
     return made.split("input", False).loader, made.bad_samples

@@ -90,6 +90,6 @@ class Accuracy:
         """At most 512 training images as the model takes them, without augmentation: batches (B, C, H, W)."""
         loader = split_of(self._splits, "train").loader
         # From everywhere in the split, as the images of a class may lie side by side
-        batches, wanted = math.ceil(loader.samples / loader.batch_size), math.ceil(_CALIBRATION / loader.batch_size)
+        batches, wanted = len(loader), math.ceil(_CALIBRATION / loader.batch_size)
         for batch in loader.batches(0, 0, batches, math.ceil(batches / wanted)):
             yield self._taken(images_of(batch.data, self._config.data.images))

@@ -276,7 +276,7 @@ def _largest_losses(seen: Inspection, split: SplitData) -> dict[str, Any]:
 
 def batches_of(split: SplitData, limit: int | None) -> Iterator[Batch]:
     """The batches of a split as it is evaluated."""
-    count = math.ceil(split.samples / split.loader.batch_size)
+    count = len(split.loader)
     return split.loader.batches(0, 0, count if limit is None else min(count, limit))
 
 

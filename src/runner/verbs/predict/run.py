@@ -26,7 +26,7 @@ from runner.data.bad_samples import BadSamples, path_of
 from runner.data.loaders import Batch, Loader
 from runner.data.module import callables
 from runner.data.sampler import AllSamples, Indices
-from runner.data.sources.image_files import files_loader, samples_loader
+from runner.data.sources.image_files import files_loader
 from runner.data.sources.listing import EXTENSIONS, folders_below, images_below
 from runner.distributed.world import world
 from runner.instrument.no_trace import evaluating
@@ -87,8 +87,8 @@ def run(composition: Composition) -> float:
     report, main = Report(composition.values["json"]), world().first
     resolved = resolve_checkpoint(composition, Predict, MODEL)
     config = resolved.config
-    # Unreadable samples of a split are listed, as files are; the one that replaces a sample in training gets no row
-    data = dataclasses.replace(config.data, on_error="raise" if config.strict else "skip", max_skipped=1.0)
+    # Unreadable samples are listed; the one that replaces a sample gets no row
+    data = dataclasses.replace(config.data, on_error="skip", max_skipped=1.0)
     resolved = dataclasses.replace(resolved, config=dataclasses.replace(config, data=data))
     if config.samples is not None:
         return _generate(resolved, report)
@@ -258,7 +258,7 @@ def _predicted(
         return rows, {name: tensor[readable].cpu() for name, tensor in features.items()}
 
     # Each rank computes every n-th batch, and all gather after each, so that rows are written in order.
-    batches = math.ceil(loader.samples / loader.batch_size)
+    batches = len(loader)
     with report.counting("predict", math.ceil(batches / ranks.size)) as begin:
         own = iter(loader.batches(0, ranks.rank, batches, ranks.size))
         for first in range(0, batches, ranks.size):
@@ -311,19 +311,13 @@ def opened(resolved: ResolvedCheckpoint[Predict], device: torch.device, report: 
 
 def _files(resolved: ResolvedCheckpoint[Predict], paths: list[Path], device: torch.device) -> tuple[Loader, BadSamples]:
     """A loader of image files, and those that cannot be read."""
-    config, data = resolved.config, resolved.data_facts()
-    if config.data.images is not None:
-        return samples_loader(config, device, paths)
-    batch_size_given = any(word.startswith("evaluate.batch_size=") for word in resolved.words)
-    return files_loader(
-        paths,
-        config.data,
-        transforms=callables("transform.sample_eval", config.transform.sample_eval),
-        shape=(data.channels, *data.image_size),
-        prepare=resolved.input_pipeline(device, getattr(torch, config.dtype)),
-        device=device,
-        batch_size=config.evaluate.batch_size if batch_size_given else min(_BATCH, config.evaluate.batch_size),
-    )
+    config, known = resolved.config, resolved.data_facts()
+    if config.data.images is None:
+        resolved.input_pipeline(device)  # raises an error if the normalisation is not known
+        if not any(word.startswith("evaluate.batch_size=") for word in resolved.words):
+            smaller = min(_BATCH, config.evaluate.batch_size)
+            config = dataclasses.replace(config, evaluate=dataclasses.replace(config.evaluate, batch_size=smaller))
+    return files_loader(config, device, paths, (known.channels, *known.image_size))
 
 
 def files_in(words: Sequence[str]) -> list[Path]:

@@ -39,7 +39,7 @@ def first_batches(context: CheckContext) -> TrainingBatches:
     need(readable and finite, "there are images that cannot be read or are not finite")
     split, most = context.splits.train, context.fitting(LIMITS.together, LIMITS.together_values)
     need(split.mix is None, "the samples of a batch are blended (transform.mix)")
-    count = max(1, min(most // split.loader.batch_size, math.ceil(split.samples / split.loader.batch_size)))
+    count = max(1, min(most // split.loader.batch_size, len(split.loader)))
     batches = [batch.first(most) for batch in split.loader.batches(0, 0, count)]
     fields = zip(*((batch.images, batch.targets, batch.indices) for batch in batches), strict=True)
     images, targets, indices = (torch.cat(field).cpu() for field in fields)
