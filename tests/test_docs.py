@@ -358,6 +358,17 @@ def test_every_link_leads_somewhere(document: Path) -> None:
     assert not missing
 
 
+def test_a_check_that_the_docs_name_exists_and_nothing_has_two_replacements() -> None:
+    from runner.lab.check.run import CHECKS
+
+    reference = "\n".join(path.read_text() for path in (DOCS / "reference").rglob("*.md"))
+    named = re.findall(r"\[check\]\([\w./]*check\.md[^)]*\) `([a-z-]+)`", reference)
+    assert {*named} <= {each.name for each in CHECKS}
+    rows = (DOCS / "project/migrating.md").read_text().splitlines()
+    replaced = [row.split("|")[1] for row in rows if row.startswith(("| `", "| histograms"))]
+    assert [each for each in replaced if replaced.count(each) > 1] == []
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     names = [page.relative_to(DOCS).as_posix() for page in PAGES]

@@ -19,6 +19,7 @@ from drawn_objects import changed, read_coco
 from extended import some
 from extras import needs
 from PIL import Image
+from read_splits import read_words
 from tar_files import Members, cls, encoded, in_memory, members, packed_order, picture, samples, write_tar
 
 from runner.base.errors import DataFailed, UserError
@@ -104,6 +105,21 @@ def test_boxes_and_instance_masks_are_those_of_the_annotations(
     for root in ("out", in_memory(workdir / "out")):
         check_samples(shards(root, target="boxes"), source, Path("out"))
     assert ("masks" in shards("out", target="boxes")["train"][0][1]) == masks
+
+
+@needs("detection")
+def test_shards_are_balanced_as_what_was_packed(compose: Any, drawn: Path, shapes: Path, accepted: Any) -> None:
+    for words, experiment, target in ((BOXES, "detection_torchvision", "boxes"), (MASKS, "segmentation", "mask")):
+        accepted("pack", *words, f"output={target}")
+        packed = (f"experiment={experiment}", "data=shards", f"data.root={target}", f"data.dataset.target={target}")
+        order = packed_order(Path(target) / "train")
+        loaders = [
+            read_words(compose, *each, "data.sampler=balanced", "data.num_workers=0").train.loader
+            for each in (words, packed)
+        ]
+        source, shard = (each.draws.args[0].factors for each in loaders)
+        assert np.array_equal(shard, source[order])
+        assert len({*source}) > 1
 
 
 @needs("detection")

@@ -136,6 +136,7 @@ def test_detectors_of_torchvision_cannot_be_exported(train: Any, rejected: Any, 
     directory = train(*WORDS, "model.name=ssdlite320_mobilenet_v3_large").directory
     result = rejected("export", "threads=1", f"ckpt_path={directory}")
     assert "task: cannot tell the inputs of SSD" in result.err
+    assert "model=rtdetr_r18 or model=transformers_detection" in result.err
 
 
 def test_queries_are_compared_one_to_one() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from extended import some
+from extras import needs
 from torch import Tensor, nn
 from torchvision import models
 
@@ -145,7 +146,19 @@ def test_a_new_head_guesses_evenly(stored: dict[str, Tensor]) -> None:
     assert loss.item() == pytest.approx(torch.tensor(10.0).log().item(), rel=0.05)
 
 
-@pytest.mark.parametrize("channels", [1, 2, 6])
+@needs("timm")
+@pytest.mark.parametrize("channels", [1, 2, 4, 7])
+def test_pretrained_kernels_of_other_channels_are_those_of_timm(stored: dict[str, Tensor], channels: int) -> None:
+    from timm.models import adapt_input_conv
+
+    colour = first(classifier(NAME, 10, in_channels=3, weights="DEFAULT"))
+    fitted = first(classifier(NAME, 10, in_channels=channels, weights="DEFAULT"))
+    torch.testing.assert_close(fitted.weight, adapt_input_conv(channels, colour.weight))
+    if channels == 1:
+        assert torch.equal(fitted.weight, colour.weight.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize("channels", [1, 6])
 def test_pretrained_kernels_see_grey_images_as_they_did_in_colour(stored: dict[str, Tensor], channels: int) -> None:
     colour = first(classifier(NAME, 10, in_channels=3, weights="DEFAULT"))
     fitted = first(classifier(NAME, 10, in_channels=channels, weights="DEFAULT"))

@@ -221,8 +221,29 @@ def test_the_backbone_of_the_recipe_learns_ten_times_more_slowly(
     }
 
 
+@pytest.mark.parametrize("size", [64, None])
+def test_four_channels_are_normalised_by_the_mean_over_the_colours(size: int | None) -> None:
+    options = dict(FAMILIES)["detr"]
+    options = options | {"backbone_config": options["backbone_config"] | {"num_channels": 4}}
+    model, (images, targets) = detector("detr", 4, size=size, options=options), batch()
+    images = [torch.cat([image, image[:1]]) for image in images]
+    assert bool(torch.stack([*model(images, targets).values()]).isfinite().all())
+    if size:
+        seen: list[Any] = []
+        model.net.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)  # type: ignore[union-attr,operator]
+        model.eval()([torch.full((4, 64, 64), 0.5)])
+        found = model.export_model()(torch.full((1, 4, 64, 64), 0.5))  # type: ignore[operator]
+        assert found["logits"].shape == (1, 20, 4)
+        own, exported = (each["pixel_values"] for each in seen)
+        torch.testing.assert_close(own, torch.full((1, 4, 64, 64), (0.5 - 0.449) / 0.226), rtol=0, atol=0.001)
+        torch.testing.assert_close(exported, own)
+
+
+@needs("export")
 @pytest.mark.extended
-def test_images_of_four_channels_train_a_detector_of_as_many(train: Any, accepted: Any, drawn: Path) -> None:
+def test_images_of_four_channels_train_a_detector_of_as_many(
+    train: Any, accepted: Any, json_of: Any, drawn: Path
+) -> None:
     for path in drawn.rglob("*.png"):
         image = Image.open(path)
         image.putalpha(image.getchannel(0))
@@ -232,6 +253,9 @@ def test_images_of_four_channels_train_a_detector_of_as_many(train: Any, accepte
     directory = train(*WORDS, *words, mosaic).directory
     accepted("predict", f"ckpt_path={directory}", "input=drawn/images/val", "output=found.jsonl", "threads=1")
     assert len(Path("found.jsonl").read_text().splitlines()) == 5
+    record = json_of("export", f"ckpt_path={directory}", "format=onnx", "threads=1")
+    assert record["input"]["shape"] == ["batch", 4, 64, 64]
+    assert record["preprocessing"]["colours"] == "4 channels"
     (drawn / "classes.txt").write_text("tall\nwide\n")
     image, target = yolo("drawn", channels="auto")["val"][0]
     assert image.shape == (4, 32, 40)
@@ -258,6 +282,29 @@ def test_workers_and_kills_give_the_same_weights(
     directory = killed(step, *WORDS, MOSAIC, *words, "checkpoint.every_steps=1", "checkpoint.min_seconds=0")
     resumed = train(f"ckpt_path={directory}", "callbacks=none", "data.num_workers=2")
     assert resumed.summary["weights_sha256"] == expected
+
+
+def test_a_batch_counts_by_its_boxes_but_those_around_crowds() -> None:
+    model, (images, targets) = detector("rt_detr_v2", 4, size=64, options=RT_DETR), batch()
+    boxes = torch.tensor([[4.0, 6, 40, 50]] * 3)
+    crowd = {"boxes": boxes, "labels": torch.ones(3, dtype=torch.int64), "iscrowd": torch.tensor([0, 1, 0])}
+    counts = [model.loss_count((images, given)) for given in (targets, [crowd, targets[0]], [targets[1]])]  # type: ignore[operator]
+    assert [int(count) for count in counts] == [1, 3, 1]
+
+
+@pytest.mark.parametrize("words", some([("data.batch_size=3", "accumulate=2"), ("devices=2",)], 0))
+def test_a_batch_whose_parts_have_unequal_numbers_of_boxes_trains_the_same_weights(
+    words: tuple[str, ...], train: Callable[..., Any], drawn: Path
+) -> None:
+    options = dict(FAMILIES)["conditional_detr"] | {"dropout": 0.0}
+    plain = "[{_target_: torchvision.transforms.v2.ToImage}]"
+    same = (
+        *WORDS, "model.name=conditional_detr", "~model.options", "+model.options=" + json.dumps(options).replace('"', ""),
+        "dtype=float64", "amp=false", "optimizer=sgd", "optimizer.lr_mult=null", "lr=0.1", "ema=null", "transform=none",
+        f"transform.sample_train={plain}", f"transform.sample_eval={plain}", "data.batch_size=6", "max_steps=2",
+    )  # fmt: skip
+    one, other = train(*same), train(*same, *words)
+    torch.testing.assert_close(other.last["model"], one.last["model"], rtol=0, atol=1e-10)
 
 
 @pytest.mark.extended

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from runner.base.errors import UserError
 from runner.models.checks import at_least_1, reachable, unknown
@@ -28,8 +28,7 @@ def classifier(
     """Build a torchvision classification model for images (B, in_channels, H, W) that returns logits.
 
     With weights, the last layer is replaced if `num_classes` differs from that of the weights. If `in_channels` is not 3, the
-    first convolution is replaced: with weights it gets the sum of the three colour kernels, divided by the number of
-    channels, so that grey images have the same features as in colour.
+    first convolution is replaced: with weights, its kernels are those of the colours, see `widened`.
 
     Args:
         name: one of `torchvision.models.list_models(module=torchvision.models)`.
@@ -186,7 +185,7 @@ def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
     fresh, colour = nn.Conv2d(in_channels, stem.out_channels, **same, bias=stem.bias is not None), stem.weight
     with torch.no_grad():
         if pretrained:
-            fresh.weight.copy_(colour.sum(dim=1, keepdim=True) / in_channels)
+            fresh.weight.copy_(widened(colour, in_channels))
         else:
             deviation = colour.std() * (colour.shape[1] / in_channels) ** 0.5
             fresh.weight.copy_(torch.randn(fresh.weight.shape) * deviation)
@@ -195,6 +194,16 @@ def _replace_stem(model: nn.Module, in_channels: int, pretrained: bool) -> None:
     model.set_submodule(path, fresh)
     if getattr(model, "transform_input", False):  # googlenet and inception_v3 renormalise three colours
         model.transform_input = False  # type: ignore[assignment]
+
+
+def widened(colour: Tensor, channels: int) -> Tensor:
+    """Kernels (O, C, H, W) for images of C `channels`, of those of three colours, (O, 3, H, W), as timm adapts them.
+
+    The colours are repeated and multiplied by 3 / C; the one of grey images is their sum.
+    """
+    if channels == 1:
+        return colour.sum(dim=1, keepdim=True)
+    return colour[:, torch.arange(channels) % 3] * (3 / channels)
 
 
 def _try_size(model: nn.Module, name: str, in_channels: int, image_size: tuple[int, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Detector(nn.Module):
 
     In training, `detector(images, targets)` gives the weighted losses, of which the sum is that of transformers; in
     evaluation, `detector(images)` gives a dict of `boxes` (N, 4), `labels` (N,) and `scores` (N,) for each image. Images are
-    float (3, H, W) in [0, 1]; boxes are xyxy in pixels of the image; labels begin at 1.
+    float (C, H, W) in [0, 1]; boxes are xyxy in pixels of the image; labels begin at 1.
     """
 
     def __init__(self, net: Any, size: int | None) -> None:
@@ -77,6 +78,10 @@ class Detector(nn.Module):
         super().__init__()
         self.net, self.size = net, size
         self._processor = getattr(transformers, _PROCESSORS.get(net.config.model_type, "RTDetrImageProcessor"))()
+        self.channels = next(module.in_channels for module in net.modules() if isinstance(module, nn.Conv2d))
+        if self.channels != 3:  # the mean over the colours is for any channel
+            self._processor.image_mean = [fmean(self._processor.image_mean)]
+            self._processor.image_std = [fmean(self._processor.image_std)]
 
     def forward(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]] | None = None) -> Any:
         """Losses in training, objects in evaluation; see the class."""
@@ -87,11 +92,16 @@ class Detector(nn.Module):
                 return self._found(images)
             return self._losses(images, targets or [])
 
+    def loss_count(self, batch: tuple[Any, Sequence[Mapping[str, Tensor]]]) -> Tensor:
+        """What the losses of a batch are means over: its boxes but those around crowds, at least 1 as in transformers; int64 ()."""
+        single = [(each.get("iscrowd", torch.zeros_like(each["labels"])) == 0).sum() for each in batch[1]]
+        return torch.stack(single).sum().clamp(min=1)
+
     def export_model(self) -> Raw:
         """What `export` writes; raises `UserError` if images are padded."""
         if self.size is None:
             raise UserError("model.size", "is null, and exported images have one size", "a number of pixels")
-        return Raw(self.net, self.size, self._processor).eval()
+        return Raw(self.net, self.channels, self.size, self._processor).eval()
 
     def _losses(self, images: Sequence[Tensor], targets: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         config, (given, scales) = self.net.config, self._batch(images)
@@ -141,13 +151,13 @@ class Detector(nn.Module):
 class Raw(nn.Module):
     """A detector of transformers without the resizing before it and the selection of boxes after it.
 
-    It takes images (B, 3, size, size) in [0, 1], and returns `logits` (B, Q, C) and `boxes` (B, Q, 4), cxcywh as fractions.
+    It takes images (B, C, size, size) in [0, 1], and returns `logits` (B, Q, C) and `boxes` (B, Q, 4), cxcywh as fractions.
     """
 
-    def __init__(self, net: Any, size: int, processor: Any) -> None:
+    def __init__(self, net: Any, channels: int, size: int, processor: Any) -> None:
         """Wrap the model of a `Detector`."""
         super().__init__()
-        self.net, self.image_size = net, (size, size)
+        self.net, self.channels, self.image_size = net, channels, (size, size)
         self._mean = list(processor.image_mean) if processor.do_normalize else [0.0]
         self._std = list(processor.image_std) if processor.do_normalize else [1.0]
         family, softmax = net.config.model_type, net.config.model_type == "detr"

@@ -22,7 +22,7 @@ from runner.engine.state import Optimizers, TrainState
 from runner.engine.step import AdaptiveClip, Step, Supervised, WindowStep, needs_window
 from runner.optim.kernels import plain_step
 from runner.run.interfaces import takes
-from runner.run.model import modules_of, optimizers_of
+from runner.run.model import model_of, modules_of, optimizers_of
 from runner.run.run import Hardware
 from runner.runtime.toggles import Toggled
 from runner.tasks.task import STEPS, Progress, Task
@@ -178,7 +178,7 @@ def build_step(
         state,
         steps,
         compiled=toggled.objective_of(task.targets),
-        weight_of=task.weight if _has(task, "weight") else None,  # type: ignore[attr-defined]
+        weight_of=_weight_of(config, task, model_of(state.model)),
         autocast=hardware.precision.autocast,
         clip_norm=grad_clip.norm,
         clip_value=grad_clip.value,
@@ -187,6 +187,14 @@ def build_step(
         optimizer_step=plain_step(state.optimizer),
         after_step=after_step,
     )
+
+
+def _weight_of(config: Train, task: Any, model: Any) -> Callable[[Any], Any] | None:
+    """What counts the data of a batch for the mean over micro-batches and ranks; None for the number of samples."""
+    if _has(task, "weight"):
+        return task.weight  # type: ignore[no-any-return]
+    divided = config.accumulate > 1 or world().size > 1  # else gradients stay bit-identical
+    return model.loss_count if divided and _has(model, "loss_count") else None
 
 
 def _check_window(config: Train, state: TrainState) -> None:

@@ -56,7 +56,7 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
 
     def classes_of(self, index: int) -> list[int]:
         """The numbers of the classes that item `index` shows."""
-        return [value for value in np.unique(self.mask(index)).tolist() if value != _IGNORED]
+        return shown(self.mask(index))
 
     def class_counts(self, indices: Iterable[int]) -> Tensor:
         """The number of pixels of each class in these items, int64 (C,); masks that cannot be read do not count."""
@@ -70,6 +70,11 @@ class MaskFolder(Dataset[tuple[Any, Any]]):
     def fingerprint(self) -> str:
         """A digest of all that the samples depend on, see `ImageFolder.fingerprint`."""
         return f"{self.images.fingerprint()} {self._masks.fingerprint()} {self._values}"
+
+
+def shown(mask: Tensor) -> list[int]:
+    """The numbers of the classes in a mask."""
+    return [value for value in np.unique(mask).tolist() if value != _IGNORED]
 
 
 def with_mask(image: Tensor, mask: Tensor, path: Path | str, mask_path: Path | str) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from runner.data.sources.detection import with_objects
 from runner.data.sources.folders import ImageList
 from runner.data.sources.image_io import Decoding, read_mask
 from runner.data.sources.listing import IndexFile, check_names, times_of
-from runner.data.sources.masks import refuse_ignored, with_mask
+from runner.data.sources.masks import refuse_ignored, shown, with_mask
 from runner.data.sources.remote import RemoteShard, chosen, content_of, listed
 from runner.data.sources.tar_samples import COLUMNS, Index, Kind, index_of_file, objects_of, read_files, usable
 
@@ -129,6 +129,14 @@ class TargetShards(Shards):
         if self._target == "mask":
             return with_mask(image, read_mask(name, max_pixels=pixels, content=files[1]), name, name)
         return with_objects(image, *objects_of(files[1], name, index))
+
+    def classes_of(self, index: int) -> list[int]:
+        """The numbers of the classes that item `index` shows, the first class 0; reads the sample, but not its pixels."""
+        name, content = self.encoded(index)
+        target = read_files(content, self._target)[1]
+        if self._target == "mask":
+            return shown(read_mask(name, max_pixels=self.decoding.max_pixels, content=target))
+        return [label - 1 for label in {*objects_of(target, name)[0].labels}]
 
 
 def shards(

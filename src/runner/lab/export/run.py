@@ -143,7 +143,7 @@ def _prepared(
     """The model to export, what is known of its images, and its inputs, empty if they are images."""
     if hasattr(model, "export_model"):
         model = model.export_model()
-        return model, DataFacts(resolved.classes, 3, model.image_size), {}
+        return model, DataFacts(resolved.classes, model.channels, model.image_size), {}
     if resolved.config.data.images is not None:
         return model, *_inputs_of_samples(resolved, task, model)
     return model, data, {}
