@@ -70,6 +70,22 @@ def test_a_model_gives_losses_and_objects(name: str, options: dict[str, Any], si
         assert [label for label, weight in trained if weight.grad is None] == []
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.stack([*model(images, targets).values()]).isfinite().all()
+        boxes = model.eval()(images)[0]["boxes"]
+    assert not boxes.equal(boxes.bfloat16().float())
+
+
+@pytest.mark.parametrize(("name", "options"), some(FAMILIES, 0, 2, several=True))
+def test_norms_and_backbones_with_random_weights_learn(name: str, options: dict[str, Any]) -> None:
+    model = detector(name, 4, options=options)
+    assert not [label for label, weight in model.named_parameters() if "backbone" in label and not weight.requires_grad]
+    norms = [each for each in model.modules() if "BatchNorm" in type(each).__name__]
+    assert norms
+    assert all(isinstance(each, torch.nn.BatchNorm2d) and bool((each.weight == 1).all()) for each in norms)
+
+
+def test_norms_of_a_backbone_can_be_frozen() -> None:
+    frozen = detector("rt_detr_v2", 4, options=RT_DETR | {"freeze_backbone_batch_norms": True})
+    assert not [name for name, _ in frozen.named_parameters() if "backbone" in name and "normalization" in name]
 
 
 @pytest.mark.parametrize("size", [64, None])
@@ -117,6 +133,9 @@ def test_weights_of_a_folder_are_used_where_they_fit(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     trained = detector("rt_detr_v2", 4, options=RT_DETR)
+    for each in trained.modules():
+        if isinstance(each, torch.nn.BatchNorm2d):
+            torch.nn.init.constant_(each.weight, 0.5)
     trained.net.save_pretrained(tmp_path / "model")  # type: ignore[union-attr,operator]
     folder = str(tmp_path / "model")
     known = trained.state_dict()

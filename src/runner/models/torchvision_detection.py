@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from runner.models.precision import keep_digits
 from runner.models.torchvision_zoo import fetched, require_model, weights_entry
+
+_POSITIONS = r"backbone|head|rpn\.head|roi_heads\.box_predictor"  # what anchors and boxes are computed from
 
 
 def detector(
@@ -43,7 +46,7 @@ def detector(
     entry = weights_entry(name, weights) or weights_entry(backbone, weights_backbone, "model.weights_backbone")
     if weights is None:
         build = functools.partial(models.get_model, name, weights=None, weights_backbone=entry, **size)
-        return fetched(build, entry, fetch_weights, "model.weights_backbone")
+        return keep_digits(fetched(build, entry, fetch_weights, "model.weights_backbone"), _POSITIONS)
     trained = fetched(lambda: models.get_model(name, weights=entry, **options), entry, fetch_weights, "model.weights")
     # Frozen layers and norms of the backbone depend on whether it is trained; the rest differs in its shapes alone
     with warnings.catch_warnings(action="ignore"):
@@ -51,4 +54,4 @@ def detector(
     model.backbone, own = trained.backbone, model.state_dict()
     fitting = {key: value for key, value in trained.state_dict().items() if own[key].shape == value.shape}
     model.load_state_dict({**own, **fitting})
-    return model
+    return keep_digits(model, _POSITIONS)

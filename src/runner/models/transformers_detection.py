@@ -12,6 +12,7 @@ from torchvision.ops import box_convert
 
 from runner.base.errors import UserError, require
 from runner.models.checks import at_least_1
+from runner.models.precision import keep_digits
 from runner.models.transformers_zoo import pretrained_or_new
 
 _FAMILIES = {  # with weights under Apache-2.0
@@ -28,6 +29,9 @@ _PROCESSORS = {  # which normalise images and read the outputs; others have that
     "deformable_detr": "DeformableDetrImageProcessor",
 }
 _FLOAT32 = ("d_fine", "detr")  # whose losses mix float32 and float64
+_POSITIONS = (
+    r".*(bbox|class|score|decoder_input)_\w+(\.\d+)?"  # heads, and the maps of features that say where anchors are
+)
 _STRIDE = 32  # the largest of a backbone: sides of padded images are multiples of it
 
 
@@ -60,7 +64,23 @@ def detector(
     model = pretrained_or_new(
         _FAMILIES, name, weights, options, num_labels=num_classes - 1, fetch_weights=fetch_weights
     )
+    if weights is None:
+        _train_all(model, bool(options.get("freeze_backbone_batch_norms")))
     return Detector(model, size)
+
+
+def _train_all(net: Any, frozen: bool) -> None:
+    """Prepare a model with random weights, in place: its whole backbone learns, with norms as torch begins them.
+
+    transformers freezes layers and norms as suits trained backbones, and begins those of RT-DETR with scales of about 0.01.
+    `frozen` leaves norms frozen.
+    """
+    net.model.backbone.requires_grad_(True)
+    for name, module in [*net.named_modules()]:
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()
+        elif type(module).__name__.endswith("FrozenBatchNorm2d") and not frozen:
+            net.set_submodule(name, nn.BatchNorm2d(len(module.weight)))
 
 
 class Detector(nn.Module):
@@ -77,6 +97,7 @@ class Detector(nn.Module):
 
         super().__init__()
         self.net, self.size = net, size
+        keep_digits(net, _POSITIONS)
         self._processor = getattr(transformers, _PROCESSORS.get(net.config.model_type, "RTDetrImageProcessor"))()
         self.channels = next(module.in_channels for module in net.modules() if isinstance(module, nn.Conv2d))
         if self.channels != 3:  # the mean over the colours is for any channel
