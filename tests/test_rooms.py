@@ -207,15 +207,15 @@ BUDGET = {
     "base": 894,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_402,
     "config": 3_929,
-    "data": 8_136,  # boxes, outlines and names of all readers are checked alike
+    "data": 8_149,  # boxes, outlines and names of all readers are checked alike
     "distributed": 700,
     "engine": 3_008,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_431,
     "launch": 958,
-    "models": 1_664,
+    "models": 1_737,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
-    "run": 4_468,
+    "run": 4_476,
     "runtime": 1_357,
     "sweeps": 1_837,
     "tasks": 843,
