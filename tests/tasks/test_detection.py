@@ -248,6 +248,8 @@ def test_image_files_are_predicted_and_errors_without_a_loss_are_refused(
 def test_a_loaded_detector_finds_what_predict_writes_also_in_images_in_memory(
     train: Callable[..., Any], accepted: Any, workdir: Path
 ) -> None:
+    from faster_coco_eval.core.mask import area
+
     checkpoint = train(*MASKS).directory
     accepted("predict", f"ckpt_path={checkpoint}", "input=drawn/images/val", "output=found.jsonl")
     rows = [json.loads(line) for line in (workdir / "found.jsonl").read_text().splitlines()]
@@ -255,6 +257,12 @@ def test_a_loaded_detector_finds_what_predict_writes_also_in_images_in_memory(
     found = trained.predict("drawn/images/val")
     tensors = [{name: value for name, value in row.items() if name != "path"} for row in found]
     assert [row["path"] for row in found] == [row["path"] for row in rows]
+    for row, written in zip(tensors, rows, strict=True):  # where masks are run lengths
+        sizes, areas = zip(*((each["size"], area(each)) for each in written["masks"]), strict=True)
+        masks = row.pop("masks")
+        assert masks.sum((1, 2)).tolist() == [*areas]
+        assert [list(mask.shape) for mask in masks] == [*sizes]
+        del written["masks"]
     assert [{name: value.tolist() for name, value in row.items()} for row in tensors] == [
         {name: value for name, value in row.items() if name != "path"} for row in rows
     ]

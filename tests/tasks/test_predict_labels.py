@@ -20,6 +20,7 @@ from PIL import Image
 from runner.base.errors import UserError
 from runner.data.sources.detection import coco, yolo
 from runner.data.sources.masks import segmentation_folder
+from runner.tasks.task import colour
 from runner.verbs.predict.labels import Labels
 
 COLOURS = '''
@@ -176,6 +177,33 @@ def test_the_threshold_is_the_least_score_and_boxes_end_at_the_edge(
 
 
 @needs("detection")
+def test_instance_masks_are_read_as_training_data_and_drawn(
+    detector: str, photos: Path, accepted: Any, workdir: Path, train: Any
+) -> None:
+    words = (detector, "input=photos", MOVED)
+    accepted("predict", *words, "format=coco", "threshold=0.12", "output=made")
+    data = coco("made", "images", "annotations.json", masks=True)["train"]
+    entries = json.loads((workdir / "made/annotations.json").read_text())["annotations"]
+    assert {data.path(index).name for index in range(3)} == {Path(name).name for name in OBJECTS}
+    for index in range(3):
+        ((left, top, right, bottom),) = data[index][1]["boxes"].round().int().tolist()
+        expected = torch.zeros(1, 32, 40, dtype=torch.uint8)
+        expected[0, top:bottom, left:right] = 1
+        assert torch.equal(torch.as_tensor(data[index][1]["masks"]), expected)
+        assert entries[index]["area"] == int(expected.sum())
+    masked = ("data.dataset.masks=true", "task.masks=true", "data.split.val=0.4", "data.batch_size=1", MODEL)
+    last = train(*SMALL, "experiment=detection_torchvision", *COCO_MADE, "data.root=made", *masked).summary["last"]
+    assert last["segm_map"] > 0
+    # In a table, run lengths; and in pictures, colours of those above 0.5
+    Image.new("RGB", (40, 32), (220, 220, 220)).save("bright.png")
+    accepted("predict", detector, "input=bright.png", "output=rows.jsonl", "pictures=true")
+    row = json.loads((workdir / "rows.jsonl").read_text())
+    assert [each["size"] for each in row["masks"]] == [[32, 40]] * 2
+    middle = np.asarray(Image.open(row["picture"]))[16, 20]
+    assert middle.tolist() != [220, 220, 220]
+
+
+@needs("detection")
 def test_a_name_that_is_not_utf_8_and_the_folder_of_the_command(
     detector: str, photos: Path, accepted: Any, workdir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +230,7 @@ def test_what_cannot_be_written_is_refused(detector: str, photos: Path, refused:
     refused((detector, f"input=[photos/one.png,{photos}/one.png]", "format=coco"), "input", "one.png", verb="predict")
     config: Any = None
     with pytest.raises(UserError, match="path"):
-        Labels(config, [], [None], (), 0, None)
+        Labels(config, [None], (), config)
 
 
 def test_masks_are_read_as_training_data_in_the_pixels_of_the_images(
@@ -270,6 +298,38 @@ def test_a_task_gives_what_its_formats_are_made_of_and_no_image_is_changed(
     for index in range(2):
         boxes = coco("made", "images", "annotations.json")["train"][index][1]["boxes"]
         assert boxes.tolist() == [pytest.approx([2, 2, 10, 12], abs=1e-4)]
+
+
+def test_masks_and_pictures_of_a_table_have_the_size_of_the_image(segmenter: str, workdir: Path, accepted: Any) -> None:
+    mask = np.zeros((20, 36), dtype=np.uint8)
+    mask[3:11, 2:8], mask[10:, 18:] = 1, 2
+    colours = np.array([(51, 51, 85), (221, 68, 34), (34, 204, 102)], dtype=np.uint8)
+    Image.fromarray(colours[mask]).save("wide.png")
+    # Seen in three times the size, and padded to a square
+    accepted("predict", segmenter, "input=wide.png", "output=made.jsonl", "pictures=true")
+    row = json.loads((workdir / "made.jsonl").read_text())
+    found, picture, page = (np.asarray(Image.open(row[name])) for name in ("mask", "picture", "page"))
+    assert np.array_equal(found, mask)
+    assert np.array_equal((picture != colours[mask]).any(2), mask > 0)
+    assert {colour(1), colour(2)} <= {*map(tuple, page.reshape(-1, 3).tolist())}  # of the legend
+    # What cannot be undone stays as it was seen
+    assert (
+        "transform.sample_eval" in accepted("predict", segmenter, "input=wide.png", "output=flipped.jsonl", FLIPPED).out
+    )
+    flipped = json.loads((workdir / "flipped.jsonl").read_text())["mask"]
+    assert np.array_equal(np.asarray(Image.open(flipped)), mask[:, ::-1])
+
+
+def test_pictures_of_a_split_have_the_truth_beside_the_prediction(segmenter: str, workdir: Path, accepted: Any) -> None:
+    accepted("predict", segmenter, "input=val", "output=made.jsonl", "pictures=true")
+    for line in (workdir / "made.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert np.asarray(Image.open(row["picture"])).shape == (24, 24, 3)
+        page = np.asarray(Image.open(row["page"]))
+        # Below the title and a line of the legend, two images 202 wide with a gap of 10; the model makes no mistake
+        truth, prediction = page[64:266, 10:212], page[64:266, 222:424]
+        assert np.array_equal(truth, prediction)
+        assert len(np.unique(truth.reshape(-1, 3), axis=0)) == 3
 
 
 def test_the_masks_of_a_split_have_the_names_of_its_images(segmenter: str, workdir: Path, accepted: Any) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch
 from drawn_masks import CLASSES, MODEL, draw
 from extended import some
+from extras import needs
 from PIL import Image
 from read_splits import read_words
 
@@ -472,3 +476,37 @@ def test_tensorboard_gets_drawn_predictions_at_each_checkpoint_and_the_weights_k
     events.Reload()
     assert len(events.Images("prediction/1")) == 2
     assert (events.Images("prediction/0")[0].width, events.Images("prediction/0")[0].height) == (24, 24)
+
+
+@needs("export")
+@pytest.mark.parametrize("words", [(), ("include_preprocessing=true",)], ids=["normalised", "bytes"])
+def test_the_script_of_the_documentation_gives_the_masks_of_predict(
+    train: Callable[..., Any], accepted: Callable[..., Any], workdir: Path, words: tuple[str, ...]
+) -> None:
+    directory = train(*TINY, "data.image_size=96", "optimizer.lr=0.02").directory
+    accepted("export", f"ckpt_path={directory}", "format=onnx", "output=out", *words)
+    description = json.loads((workdir / "out" / "model.json").read_text())
+    assert description["preprocessing"].keys() >= {"resize", "padding"}
+    assert description["postprocessing"]["mask"] == "largest logit of axis 1"
+    (workdir / "pictures").mkdir()
+    for number, size in enumerate([(60, 40), (40, 60), (150, 100)]):
+        with Image.open(f"shapes/val/images/{number:03}.png") as image:
+            image.resize(size).save(workdir / "pictures" / f"{number}.png")
+    accepted("predict", f"ckpt_path={directory}", "input=pictures", "output=rows.jsonl")
+    text = (Path(__file__).parents[2] / "docs" / "howto" / "segmentation.md").read_text(encoding="utf-8")
+    (script,) = re.findall(r"`masks.py`:\n\n```python\n(.*?)^```$", text, re.M | re.S)
+    assert len([*filter(None, script.splitlines())]) <= 25
+    (workdir / "masks.py").write_text(script)
+    pictures = sorted(map(str, (workdir / "pictures").iterdir()))
+    subprocess.run([sys.executable, "masks.py", "out", *pictures], check=True, env={"PATH": ""})
+    different, values = 0, set[int]()
+    for line in (workdir / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        ours, theirs = (
+            np.asarray(Image.open(path)) for path in (row["mask"], Path(row["path"]).with_suffix(".mask.png"))
+        )
+        assert ours.shape == theirs.shape
+        different, values = different + int((ours != theirs).sum()), values | {*np.unique(ours).tolist()}
+    # Resized pixels differ by a level of 255 here and there
+    assert different <= 20
+    assert len(values) > 1

@@ -194,9 +194,11 @@ def _feed(run: Run, interrupted: Callable[[], bool]) -> None:
 class Predictions(nn.Module):
     """What a task gives for each sample of a batch, by name, on the CPU; with `draws` also a `picture`, uint8 (3, H, W).
 
-    `modules` are what `build_modules` returned, and `options` further arguments of its `predict_step`. Raises `UserError` if the
-    task lacks a method, or one gives something else.
+    If `truth` is set, a `truth` shows the targets of pairs in the same way. `modules` are what `build_modules` returned, and
+    `options` further arguments of its `predict_step`. Raises `UserError` if the task lacks a method, or one gives something else.
     """
+
+    truth = False
 
     def __init__(
         self, config: Train, task: Any, modules: nn.Module, draws: bool, classes: Sequence[str], **options: Any
@@ -224,8 +226,10 @@ class Predictions(nn.Module):
         rows = [{name: values[place] for name, values in fields.items()} for place in range(count)]
         if self._draws:
             samples = parts_of_rows(with_pixels(tensors_moved(batch.data, "cpu"), self._config), count, count)
-            for sample, row in zip(samples, rows, strict=True):
+            for place, (sample, row) in enumerate(zip(samples, rows, strict=True)):
                 row["picture"] = drawn(self._task, sample, dict(row), self._classes)
+                if self.truth:
+                    row["truth"] = drawn(self._task, sample, self._task.shown(batch.targets[place]), self._classes)
         return rows
 
 

@@ -79,9 +79,10 @@ class Detection:
         return {"outputs": found, "targets": targets}
 
     def predict_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, list[Tensor]]:
-        """Boxes (N, 4) as xyxy in pixels of the image that the model got, labels (N,) and scores (N,) of each image."""
+        """Boxes (N, 4), xyxy in pixels of the images as they are, labels (N,), scores (N,) and perhaps masks, bool (N, H, W)."""
         found = modules["model"](batch[0])
-        return {name: [each[name] for each in found] for name in ("boxes", "labels", "scores")}
+        made = {name: [each[name] for each in found] for name in ("boxes", "labels", "scores")}
+        return made | ({"masks": [each["masks"][:, 0] > 0.5 for each in found]} if "masks" in found[0] else {})
 
     def shown(self, values: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """What `draw` takes: objects as they are."""
@@ -147,12 +148,9 @@ class Found(Additive):
         self._precision = {}
 
     def _kept(self, objects: Mapping[str, Any]) -> dict[str, Any]:
-        from faster_coco_eval.core import mask
-
         kept = {name: objects[name].cpu() for name in ("boxes", "labels", "scores", "iscrowd") if name in objects}
         if "segm" in self._kinds:
-            planes = objects["masks"].to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-            kept["segmentation"] = mask.encode(np.asfortranarray(planes)) if planes.shape[2] else []
+            kept["segmentation"] = run_lengths(objects["masks"])
         return kept
 
     def _entries(self, side: int) -> list[dict[str, Any]]:
@@ -194,3 +192,11 @@ class Found(Additive):
     def compute(self) -> Tensor:
         """Float64 ()."""
         return self.score("bbox", "map")
+
+
+def run_lengths(masks: Tensor) -> list[dict[str, Any]]:
+    """Masks (N, H, W) as COCO's run-length encodings, each a dict of `size`, height and width, and `counts`, bytes."""
+    from faster_coco_eval.core import mask
+
+    planes = masks.to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+    return mask.encode(np.asfortranarray(planes)) if planes.shape[2] else []

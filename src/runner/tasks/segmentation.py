@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class Segmentation:
     monitor = "val/miou"
     mode: Literal["min", "max"] = "max"
     formats = ("masks",)
+    export_description: ClassVar = {"postprocessing": {"mask": "largest logit of axis 1", "resize": "nearest"}}
     expected = "masks of class numbers from 0 on; data.dataset.values, where there is one, for other values"
 
     def __init__(self, num_classes: int, ignore_index: int = 255, aux_weight: float = 0.5) -> None:

@@ -43,8 +43,8 @@ class Task:
     a `Progress` if they have an argument of this name.
 
     An optional `predict_step(modules, batch)` gives tensors (B, ...) and lists of B items by name, for the rows of `predict`.
-    Optional `formats` of labels are `coco` and `yolo` of its `boxes`, `labels` and `scores`, or `masks` of `mask`, uint8 (B, H, W);
-    for these it gets `threshold`, if the user sets it.
+    Optional `formats` of labels are `coco` and `yolo` of its `boxes`, `labels`, `scores` and perhaps `masks`, bool (N, H, W) each,
+    or `masks` of `mask`, uint8 (B, H, W); for these it gets `threshold`, if the user sets it.
     An optional `draw(sample, outputs)` gives a picture, uint8 (3, H, W), of a batch of one sample, whose images are uint8 RGB,
     and of what `predict_step` gave for it, without the axis of the batch. It may take `classes`, their names. An optional
     `shown(values)` makes what `draw` takes of the `outputs` or `targets` of `evaluation_step`, or the targets of a batch, for one

@@ -31,6 +31,8 @@ class ScaleCrop:
         if not 0 <= ignore_index <= 255:
             raise ValueError(f"ignore_index must be 0 to 255, as masks are bytes, got {ignore_index}")
         self.size, self.scale, self.ignore_index = size, scale, ignore_index
+        fixed = {"resize": "longer side to image_size, bilinear", "padding": "below and on the right, with 0"}
+        self.export_description = fixed if scale[0] == scale[1] == 1 else {}  # for `model.json`
 
     def __call__(self, sample: tuple[Any, Any]) -> tuple[Any, Any]:
         """Transform an image (C, H, W) and its mask (H, W) or (1, H, W); targets of other types stay as they are."""

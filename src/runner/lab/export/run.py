@@ -22,6 +22,7 @@ from runner.base.files import replacing, write_json, writing
 from runner.checkpoint.weights import weights_sha256
 from runner.config.composition import Composition
 from runner.config.schema.verbs import Export
+from runner.data.module import callables
 from runner.lab.export import hub
 from runner.lab.export.accuracy import Accuracy
 from runner.lab.export.formats import (
@@ -317,6 +318,8 @@ def _description(
             "std": normalize.std,
             "normalization_in_the_model": included,
         }
+        for transform in callables("transform.sample_eval", config.transform.sample_eval):
+            preprocessing |= getattr(transform, "export_description", {})
     return {
         **resolved.record(),
         "weights_sha256": weights_sha256(resolved.weights[0]),
@@ -328,4 +331,5 @@ def _description(
         "activation": from_checkpoint.activation_of(task),
         "threshold": getattr(task, "threshold", None),
         "preprocessing": preprocessing,
+        **getattr(task, "export_description", {}),
     }

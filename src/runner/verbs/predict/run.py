@@ -50,7 +50,7 @@ from runner.runtime.precision import Precision
 from runner.tasks.task import STEPS
 from runner.tracking.formats import amount, clean, compact, number
 from runner.tracking.verb_report import Report
-from runner.verbs.predict.labels import Labels
+from runner.verbs.predict.labels import FilePixels, Labels
 from runner.verbs.predict.rows import Row, RowBuilder, check_ending, open_table, target_cells
 
 _INPUTS = "images, folders, patterns such as photos/*.jpg, or a split: train, val or test"
@@ -79,6 +79,7 @@ class Predictor:
     rows: Callable[[Batch], list[Row]]  # without the first cells
     lists: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)  # see `open_table`
     layers: Extractor | None = None  # gives features
+    pixels: FilePixels | None = None  # of what a task says itself
     labels: Labels | None = None  # writes them instead of a table
 
 
@@ -130,6 +131,8 @@ def run(composition: Composition) -> float:
         if not main:
             return 0.0
         seconds = time.perf_counter() - began
+    if predictor.pixels is not None and predictor.pixels.problem:
+        report.warn(f"what is found has the pixels that the model saw: {predictor.pixels.problem}")
     reasons = [reason for _, reason in sorted(source.bad.reasons(source.split).items())]
     unreadable_list = path.parent / f"{path.stem}_unreadable.txt" if reasons else None
     if unreadable_list is not None:
@@ -217,12 +220,14 @@ def _predictor(resolved: ResolvedCheckpoint[Predict], source: Source, device: to
         _refuse_keys(config, _OF_OUTPUTS, "rows that the task makes in predict_step")
         options = {"threshold": config.threshold} if config.format == "masks" and config.threshold else {}
         made = Predictions(config, task, modules, config.pictures, resolved.classes, **options)
-        predictor = Predictor(made, made)
+        pairs = source.split != "input" and config.data.images in (None, ["0"])
+        made.truth = config.format == "table" and pairs and hasattr(task, "shown")
+        transforms = callables("transform.sample_eval", config.transform.sample_eval)
+        pixels = FilePixels(config, transforms, resolved.classes, task)
+        predictor = Predictor(made, made, pixels=pixels)
         if config.format != "table":
             files = [source.first_cells(index, None).get("path") for index in source.indices[:].tolist()]
-            transforms = callables("transform.sample_eval", config.transform.sample_eval)
-            names, ignored = class_names(resolved, task), getattr(task, "ignore_index", 255)
-            predictor.labels = Labels(config, transforms, files, names, ignored, task)
+            predictor.labels = Labels(config, files, class_names(resolved, task), pixels)
         return predictor
     plain = model = model_of(modules)
     threshold = getattr(task, "threshold", 0.5) if activation_of(task) == "sigmoid" else None
@@ -253,8 +258,8 @@ def _predicted(
         targets = batch.targets.tolist() if with_targets else [None] * len(indices)
         readable = [place for place, index in enumerate(indices) if index not in bad]
         rows = [source.first_cells(indices[place], targets[place]) | rows[place] for place in readable]
-        if labels := predictor.labels:
-            rows = [labels.of(indices[at], batch.images[at], row) for at, row in zip(readable, rows, strict=True)]
+        if makes := predictor.labels or predictor.pixels:
+            rows = [makes.of(at, indices[at], batch.data, row) for at, row in zip(readable, rows, strict=True)]
         return rows, {name: tensor[readable].cpu() for name, tensor in features.items()}
 
     # Each rank computes every n-th batch, and all gather after each, so that rows are written in order.
