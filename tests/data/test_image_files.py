@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -261,8 +262,25 @@ def test_another_file_replaces_what_cannot_be_read_and_the_file_is_reported(tmp_
     assert len(images[0].unique()) > 2 < len(images[2].unique())
     for path in paths:
         path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"sample 0 cannot be read, nor can any of .* others: .*0\.png"):
+    with pytest.raises(UserError, match=r"input: none of the 3 images can be read: .*0\.png"):
         read(paths, (3, 8, 8), {"_target_": "my.own"}, transforms)
+
+
+def test_the_only_readable_file_of_many_is_found_and_each_of_the_others_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, opened = saved(tmp_path, *[(8, 8)] * 40), Counter[Path]()
+    for path in paths:
+        if path != paths[30]:
+            path.write_bytes(b"")
+    read_file = Decoding.read
+    monkeypatch.setattr(
+        Decoding, "read", lambda self, path, *more: (opened.update([path]), read_file(self, path, *more))[1]
+    )
+    images, unreadable = read(paths, (3, 8, 8), {"_target_": "my.own"})
+    assert [*unreadable] == [index for index in range(40) if index != 30]
+    assert (images == images[30]).all()
+    assert sum(opened.values()) < 3 * len(paths)
 
 
 def test_sample_transforms_get_the_whole_image_and_have_to_give_what_the_model_takes(tmp_path: Path) -> None:

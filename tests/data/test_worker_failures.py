@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from runner.base.errors import DataFailed
-from runner.data.workers import WorkerLoader
+from runner.data.workers import WorkerLoader, _deaths_raised
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +121,33 @@ def test_a_worker_that_dies_while_the_main_process_computes_is_reported_when_the
             torch.zeros(10).sum()
         with pytest.raises(DataFailed, match="worker process 0"):
             list(batches)
+
+
+def test_a_death_while_torch_tries_temporary_files_breaks_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, whole = loader(prefetch=1), tempfile._TemporaryFileWrapper  # type: ignore[attr-defined]
+    batches = made.batches(0, 0, 10)
+
+    def dying(*words: Any) -> Any:
+        file = whole(*words)
+        worker.kill()
+        while worker.exitcode is None:
+            pass
+        return file
+
+    monkeypatch.setattr(tempfile, "_TemporaryFileWrapper", dying)
+    with contextlib.closing(made):
+        next(batches)
+        worker = made._iterator._workers[0]
+        with _deaths_raised():
+            tempfile.NamedTemporaryFile().close()
+        with pytest.raises(DataFailed, match="worker process 0"):
+            list(batches)
+
+
+def test_a_limit_of_time_is_waited_for_in_parts() -> None:
+    for limit, wait, waits in ((None, 0, 1), (0.5, 0.25, 2), (12.0, 5, 3), (600.0, 5, 120)):
+        made = loader(timeout_s=limit)
+        assert (made._loader.timeout, made._waits) == (wait, waits)
 
 
 def test_another_loader_works_on_after_a_death_in_the_first() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections import Counter
@@ -104,7 +105,7 @@ class ReplacementSampler:
         """
         first: Exception | None = None
         # Candidates depend on seed, epoch and sample only, so a resume replaces in the same way
-        for source in (index, *self.candidates(epoch, index)):
+        for source in itertools.chain([index], self.candidates(epoch, index)):
             try:
                 return read(source)
             except (MemoryError, DataFailed):
@@ -113,8 +114,12 @@ class ReplacementSampler:
                 skipped.append(BadSample(source, _reason(error)))
                 first = first or error
         assert first is not None
-        problem = f"is skip, and sample {index} cannot be read, nor can any of {DRAWS} others: {_reason(first)}"
-        raise UserError("data.on_error", problem) from first
+        raise self.refused(index, _reason(first)) from first
+
+    def refused(self, index: int, reason: str) -> UserError:
+        """The error if all replacements of a sample fail."""
+        problem = f"is skip, and sample {index} cannot be read, nor can any of {DRAWS} others: {reason}"
+        return UserError("data.on_error", problem)
 
     def sources(self, places: Tensor, epoch: int, unreadable: Tensor) -> Tensor:
         """The sample that is read for each of `places`, given those that are known to be unreadable.

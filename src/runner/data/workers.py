@@ -9,14 +9,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import math
 import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,7 @@ _IN_MAIN = "data.num_workers=0, which reads in the main process"
 _FROM_A_WORKER = "in DataLoader worker process"
 _OF_TORCH = "torch.utils.data._utils.signal_handling"
 _LATE = "DataLoader timed out"
+_WAIT_S = 5.0  # torch looks after the workers whenever a wait is over
 
 
 class _Requests:
@@ -128,6 +132,10 @@ class WorkerLoader(Loader):
         _LOADERS.add(self)
         # In other threads no signal tells that a worker has died, and torch looks after them only where it has no limit
         timed = workers > 0 and threading.current_thread() is threading.main_thread()
+        # In parts, as torch's limit counts the time in which this process is stopped
+        limit = self._timeout_s if timed else None
+        wait_s = 0.0 if limit is None else min(limit / 2, _WAIT_S)
+        self._waits = 1 if limit is None else math.ceil(limit / wait_s)
         with _starting():
             self._loader: DataLoader[Any] = DataLoader(
                 reader,
@@ -136,7 +144,7 @@ class WorkerLoader(Loader):
                 collate_fn=_as_read,
                 pin_memory=self._pin,
                 worker_init_fn=_start_worker,
-                timeout=(self._timeout_s or 0) / 2 if timed else 0,  # see `_next`
+                timeout=wait_s,
                 prefetch_factor=settings.prefetch if workers else None,
                 persistent_workers=self._persistent and workers > 0,
                 # An iterator draws a seed for its workers; from the global generator that would change the run's bits.
@@ -169,7 +177,7 @@ class WorkerLoader(Loader):
                 iterator = self._iterator = iter(self._loader)
             while True:
                 with self._watched(pending):
-                    read = _next(iterator)
+                    read = _next(iterator, self._waits)
                 if read is None:
                     return
                 yield read
@@ -216,13 +224,14 @@ class WorkerLoader(Loader):
         self._iterator = self._loader._iterator = None
 
 
-def _next(iterator: Any) -> Any:
-    """What is read next, or None; it is waited for twice, as torch's limit counts the time in which this process was stopped."""
-    try:
-        return next(iterator, None)
-    except RuntimeError as error:
-        if not str(error).startswith(_LATE):
-            raise
+def _next(iterator: Any, waits: int) -> Any:
+    """What is read next, or None; it is waited for so many times."""
+    for _ in range(waits - 1):
+        try:
+            return next(iterator, None)
+        except RuntimeError as error:
+            if not str(error).startswith(_LATE):
+                raise
     return next(iterator, None)
 
 
@@ -239,10 +248,13 @@ def _deaths_raised() -> Iterator[None]:
     if getattr(before, "__module__", "") == _OF_TORCH:  # of a loader in user code
         before = signal.SIG_DFL
 
-    def look(*signalled: Any) -> None:
-        if signalled and callable(before):
-            before(*signalled)
-        if _dead_worker() is not None:
+    def look(number: int | None = None, frame: FrameType | None = None) -> None:
+        if number is not None and callable(before):
+            before(number, frame)
+        if _dead_worker() is None:
+            return
+        # Torch tries temporary files after a broken connection; one that is half made would be deleted twice
+        if all(each.f_globals.get("__name__") != "tempfile" for each, _ in traceback.walk_stack(frame)):
             raise RuntimeError("a worker process has ended")
 
     signal.signal(signal.SIGCHLD, look)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -17,7 +17,7 @@ from torch import Tensor
 from runner.base.errors import UserError
 from runner.config.schema.sections import Data
 from runner.config.schema.train import Train
-from runner.data.bad_samples import BadSamples
+from runner.data.bad_samples import BadSample, BadSamples, ReplacementSampler
 from runner.data.loaders import Loader
 from runner.data.module import DataModule, callables
 from runner.data.placement import choose_num_workers
@@ -111,6 +111,33 @@ def fitted(image: Tensor, height: int, width: int) -> Tensor:
     return image_io.resized(image, (top, left, rows, columns), (height, width))
 
 
+@dataclass(frozen=True)
+class AnyReadable(ReplacementSampler):
+    """Replaces an unreadable file by the one that was read last, or else by the next: all that can be read are predicted."""
+
+    last: list[int] = field(default_factory=list)  # at most one
+
+    def candidates(self, epoch: int, index: int) -> Iterator[int]:
+        """See `ReplacementSampler`."""
+        yield from self.last
+        yield from (place % len(self.indices) for place in range(index + 1, index + len(self.indices)))
+
+    def read(self, read: Callable[[int], Any], epoch: int, index: int, skipped: list[BadSample]) -> Any:
+        """See `ReplacementSampler`."""
+
+        def noted(source: int) -> Any:
+            sample = read(source)
+            self.last[:] = [source]
+            return sample
+
+        return super().read(noted, epoch, index, skipped)
+
+    def refused(self, index: int, reason: str) -> UserError:
+        """See `ReplacementSampler`."""
+        count = len(self.indices)
+        return UserError("input", reason if count == 1 else f"none of the {count:,} images can be read: {reason}")
+
+
 def of_shape(image: Any, shape: tuple[int, int, int]) -> Tensor:
     """An image as a tensor (C, H, W); raises `ValueError` if it has another shape."""
     tensor = as_tensor(image)
@@ -144,6 +171,7 @@ def files_loader(
         files = ImageSamples(paths, torch.zeros(count), (), Decoding(None, channels, 1.0, data.max_pixels, decode))
         files.pictures = {place: each for place, each in enumerate(sources) if isinstance(each, Image.Image)}
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
+    made.replacements = {name: AnyReadable(0, each.indices) for name, each in made.replacements.items()}
     if files.decoding.found is None:
         made.fix_channels()
     if isinstance(files, ImageSamples) and fields:
