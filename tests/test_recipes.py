@@ -50,7 +50,7 @@ _RTDETR |= {
     "grad_clip": {"norm": 0.1, "value": None, "agc": None},
 }
 _RTDETR |= {"optimizer.betas": [0.9, 0.999], "scheduler._target_": "runner.optim.schedules.Constant", "model.size": 640}
-_RTDETR |= {"scheduler.warmup": 2000, "decoder_layers": 3, "hidden_expansion": 0.5, "amp": "auto"}
+_RTDETR |= {"scheduler.warmup": 0.01, "decoder_layers": 3, "hidden_expansion": 0.5, "amp": "auto"}
 _RTDETR |= {"encoder_in_channels": [128, 256, 512], "freeze_backbone_batch_norms": False}
 _SMP = {
     "optimizer._target_": "torch.optim.Adam",

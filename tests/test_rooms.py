@@ -213,7 +213,7 @@ BUDGET = {
     "instrument": 571,  # attributes of a task, which a trial puts back
     "lab": 6_435,
     "launch": 958,
-    "models": 1_737,
+    "models": 1_734,
     "optim": 1_310,  # with the update of matrices of one shape together, and its compilation
     "run": 4_480,
     "runtime": 1_357,

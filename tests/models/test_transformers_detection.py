@@ -76,15 +76,15 @@ def test_a_model_gives_losses_and_objects(name: str, options: dict[str, Any], si
 
 @pytest.mark.parametrize(("name", "options"), some(FAMILIES, 0, 2, several=True))
 def test_norms_and_backbones_with_random_weights_learn(name: str, options: dict[str, Any]) -> None:
-    model = detector(name, 4, options=options)
+    model = detector(name, 4, options=options, train_backbone=True)
     assert not [label for label, weight in model.named_parameters() if "backbone" in label and not weight.requires_grad]
     norms = [each for each in model.modules() if "BatchNorm" in type(each).__name__]
     assert norms
     assert all(isinstance(each, torch.nn.BatchNorm2d) and bool((each.weight == 1).all()) for each in norms)
 
 
-def test_norms_of_a_backbone_can_be_frozen() -> None:
-    frozen = detector("rt_detr_v2", 4, options=RT_DETR | {"freeze_backbone_batch_norms": True})
+def test_norms_of_a_backbone_stay_frozen_in_runs_without_the_key() -> None:
+    frozen = detector("rt_detr_v2", 4, options=RT_DETR)
     assert not [name for name, _ in frozen.named_parameters() if "backbone" in name and "normalization" in name]
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+
+from runner.instrument.nested import mapped_items
 
 
 def keep_digits(model: nn.Module, parts: str) -> nn.Module:
@@ -22,9 +23,6 @@ def keep_digits(model: nn.Module, parts: str) -> nn.Module:
 
 
 def _in_float32(_: nn.Module, __: Any, output: Any) -> Any:
-    """Tensors in nested containers, which are of the same kinds."""
-    if isinstance(output, Tensor):
-        return output.to(torch.promote_types(output.dtype, torch.float32))
-    if isinstance(output, dict):
-        return type(output)((name, _in_float32(_, __, each)) for name, each in output.items())
-    return type(output)(_in_float32(_, __, each) for each in output)
+    return mapped_items(
+        output, Tensor, lambda each: each.float() if each.is_floating_point() and each.itemsize < 4 else each
+    )

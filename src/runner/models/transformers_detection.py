@@ -42,6 +42,7 @@ def detector(
     size: int | None = 640,
     options: Mapping[str, Any] = {},
     *,
+    train_backbone: bool = False,
     fetch_weights: bool = True,
 ) -> nn.Module:
     """Build a `Detector`.
@@ -53,6 +54,8 @@ def detector(
             random weights if it differs. None for random weights, also of the backbone.
         size: edge in pixels of the square that each image is resized to; None pads the images of a batch to one size.
         options: arguments of the class of the config, such as `num_queries`.
+        train_backbone: with random weights, the whole backbone is trained, with BatchNorm as torch begins it. transformers
+            freezes layers and norms as suits trained backbones, and begins norms of RT-DETR with scales of about 0.01.
         fetch_weights: False builds the same model without its trained weights, to load those of a checkpoint.
 
     Raises:
@@ -64,22 +67,18 @@ def detector(
     model = pretrained_or_new(
         _FAMILIES, name, weights, options, num_labels=num_classes - 1, fetch_weights=fetch_weights
     )
-    if weights is None:
-        _train_all(model, bool(options.get("freeze_backbone_batch_norms")))
+    if weights is None and train_backbone:
+        _train_backbone(model)
     return Detector(model, size)
 
 
-def _train_all(net: Any, frozen: bool) -> None:
-    """Prepare a model with random weights, in place: its whole backbone learns, with norms as torch begins them.
-
-    transformers freezes layers and norms as suits trained backbones, and begins those of RT-DETR with scales of about 0.01.
-    `frozen` leaves norms frozen.
-    """
+def _train_backbone(net: Any) -> None:
+    """Let the whole backbone of a model learn, in place, and begin all BatchNorm anew."""
     net.model.backbone.requires_grad_(True)
     for name, module in [*net.named_modules()]:
         if isinstance(module, nn.BatchNorm2d):
             module.reset_parameters()
-        elif type(module).__name__.endswith("FrozenBatchNorm2d") and not frozen:
+        elif type(module).__name__.endswith("FrozenBatchNorm2d"):
             net.set_submodule(name, nn.BatchNorm2d(len(module.weight)))
 
 
