@@ -207,7 +207,7 @@ BUDGET = {
     "base": 894,  # the one writer of whole files, and the bounds of all readers, which other rooms had
     "checkpoint": 1_402,
     "config": 3_929,
-    "data": 8_196,  # boxes, outlines and names of all readers are checked alike
+    "data": 8_195,  # boxes, outlines and names of all readers are checked alike
     "distributed": 700,
     "engine": 3_008,  # with the step of ranks, which was in distributed
     "instrument": 571,  # attributes of a task, which a trial puts back

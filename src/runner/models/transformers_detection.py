@@ -73,7 +73,7 @@ def detector(
 
 
 def _train_backbone(net: Any) -> None:
-    """Let the whole backbone of a model learn, in place, and begin all BatchNorm anew."""
+    """Let the whole backbone of a model learn, in place, and begin all BatchNorm again."""
     net.model.backbone.requires_grad_(True)
     for name, module in [*net.named_modules()]:
         if isinstance(module, nn.BatchNorm2d):

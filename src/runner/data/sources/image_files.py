@@ -172,8 +172,7 @@ def files_loader(
         files.pictures = {place: each for place, each in enumerate(sources) if isinstance(each, Image.Image)}
     made = DataModule(config, device, {"input": (files, AllSamples(count))}, getattr(torch, config.dtype))
     made.replacements = {name: AnyReadable(0, each.indices) for name, each in made.replacements.items()}
-    if files.decoding.found is None:
-        made.fix_channels()
+    made.fix_channels()
     if isinstance(files, ImageSamples) and fields:
         files.field = fields[0]
     bytes_ahead = 0
