@@ -93,7 +93,8 @@ def _complete(words: list[str]) -> int:
         match = re.match(r"(\s*\S+(?:\s+-m\s+runner)?\s+)(\S*)(\s*)(.*)", line)
         if match is None or not match[3]:
             prefix = match[2] if match else ""
-            print(" ".join(name for name in VERBS if name.startswith(prefix)))
+            between = "\n" if "query=fish" in words else " "  # as Hydra answers each shell
+            print(between.join(name for name in VERBS if name.startswith(prefix)))
             return OK
         if match[2] != "show" and (match[2] not in VERBS or not VERBS[match[2]].takes_config):
             return OK

@@ -115,6 +115,15 @@ def test_tab_completion_knows_verbs_groups_options_and_keys(line, expected, work
     assert all(word.startswith(line.split(" ")[-1]) for word in offered)
 
 
+@pytest.mark.parametrize("line", ["runner ", "runner train model="])
+def test_fish_gets_each_completion_in_a_line(line, workdir, monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", line)
+    assert main(["-sc", "query=fish"]) == 0
+    offered = capsys.readouterr().out.splitlines()
+    assert len(offered) > 5
+    assert all(len(each.split()) == 1 for each in offered)
+
+
 @pytest.mark.parametrize("line", ["runner tr", "runner train model="])
 def test_tab_completion_never_imports_torch(line, workdir):
     done, notes = guarded("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)))
