@@ -33,6 +33,13 @@ class Tiny(nn.Module):
 '''
 
 
+TINY = (
+    "experiment=segmentation", "data.root=shapes", "data.image_size=24", "model=small_cnn", "~model.width",
+    "~model.dropout", "model._target_=drawn_nets.Tiny", "data.batch_size=8", "epochs=2",
+    "data.num_workers=0", "scheduler=constant", "evaluate.batch_size=7",
+)  # fmt: skip
+
+
 def draw(root: Path, train: int = 20, val: int = 10, size: int = 24, void: bool = False) -> Path:
     """Draw a data set for `data=segmentation_folder`; with `void`, some pixels of every second mask have the value 255."""
     random = Random(0)

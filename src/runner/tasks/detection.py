@@ -79,7 +79,7 @@ class Detection:
         return {"outputs": found, "targets": targets}
 
     def predict_step(self, modules: Mapping[str, nn.Module], batch: Any) -> dict[str, list[Tensor]]:
-        """Boxes (N, 4), xyxy in pixels of the images as they are, labels (N,), scores (N,) and perhaps masks, bool (N, H, W)."""
+        """Boxes (N, 4), xyxy in pixels of the batch's images, labels (N,), scores (N,) and perhaps masks, bool (N, H, W)."""
         found = modules["model"](batch[0])
         made = {name: [each[name] for each in found] for name in ("boxes", "labels", "scores")}
         return made | ({"masks": [each["masks"][:, 0] > 0.5 for each in found]} if "masks" in found[0] else {})
